@@ -1,0 +1,3 @@
+"""Train, sweep and serve robot policies on a Ray cluster."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,52 @@
+"""Demonstrations: which datasets, how they are mixed, split and normalised (rlsvc/data)."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlsvc.spec.base import Spec
+
+NormalizationMode = Literal["mean_std", "min_max", "quantile", "identity"]
+
+
+class DatasetSpec(Spec):
+    """One dataset of a mixture."""
+
+    path: str
+    """A folder (LeRobot v2.1 or v3.0, a zarr replay buffer), or an .npz file."""
+    format: Literal["auto", "lerobot", "zarr", "npz"] = "auto"
+    weight: float = Field(1.0, gt=0)
+    """Share of the training windows, relative to the other datasets'."""
+    tasks: tuple[str, ...] | None = None
+    """Only episodes of these tasks; null takes all."""
+    episodes: tuple[int, ...] | None = None
+    """Only these episodes; null takes all."""
+    group: str = "default"
+    """Datasets of one group share a normaliser."""
+
+
+class DataSpec(Spec):
+    """The mixture, its splits by episode, and its normalisation."""
+
+    datasets: tuple[DatasetSpec, ...] = Field(min_length=1)
+    observation: tuple[str, ...] = Field(min_length=1)
+    """Feature names that the policy sees, LeRobot's (`observation.state`, `observation.image`, `task`)."""
+    action: str = "action"
+    validation_fraction: float = Field(0.02, ge=0, lt=1)
+    """Share of the episodes whose loss is logged and never trained on."""
+    heldout_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the episodes that neither training nor validation sees."""
+    split_seed: int = 42
+    max_train_episodes: int | None = Field(None, ge=1)
+    normalization: dict[str, NormalizationMode] = {}
+    """By feature name; a feature that is not named takes min_max (images: 0..255 to -1..1)."""
+    placement: Literal["auto", "device", "host"] = "auto"
+    """Where windows are cut: device keeps the whole dataset in accelerator memory; auto does so when it fits."""
+
+    @model_validator(mode="after")
+    def _fractions(self) -> Self:
+        if self.validation_fraction + self.heldout_fraction >= 1:
+            raise ValueError("validation_fraction + heldout_fraction: must leave episodes to train on")
+        return self

@@ -1,0 +1,23 @@
+"""Imitation: a policy's own loss on demonstrations (rlsvc/algos/imitation.py)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlsvc.spec.base import Spec
+from rlsvc.spec.optim import EmaSpec, OptimizerSpec, ScheduleSpec
+
+
+class ImitationSpec(Spec):
+    """Behaviour cloning; the defaults are those of Diffusion Policy (arXiv:2303.04137, CNN, low-dimensional PushT)."""
+
+    name: Literal["imitation"] = "imitation"
+    learning_rate: float = Field(1e-4, gt=0)
+    batch_size: int = Field(256, ge=1)
+    """Windows in one update, over all ranks together."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    ema: EmaSpec | None = EmaSpec()
+    """null trains and acts with the raw weights."""

@@ -1,0 +1,50 @@
+"""The learner group, checkpoints and evaluation cadence."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlsvc.spec.base import Spec
+
+
+class LearnerSpec(Spec):
+    """The learner group: a Ray Train group of `ranks` processes, data parallel."""
+
+    ranks: int = Field(1, ge=1)
+    cpus_per_rank: float = Field(1.0, gt=0)
+    gpus_per_rank: float = Field(0.0, ge=0)
+    updates_per_call: int = Field(50, ge=1)
+    """K gradient steps in one compiled call."""
+    max_failures: int = Field(2, ge=0)
+    """Restarts of the group from the last checkpoint before the run fails."""
+
+
+class CheckpointSpec(Spec):
+    """Training state on disk."""
+
+    interval: int = Field(1000, ge=1)
+    """Updates between checkpoints; one is written at the end besides."""
+    keep_last: int = Field(2, ge=1)
+    keep_best: bool = True
+    """Keeps the checkpoint and bundle of the best evaluation besides."""
+
+
+class EvaluationSpec(Spec):
+    """Episodes on rollout actors."""
+
+    interval: int | None = Field(1000, ge=1)
+    """Updates between evaluations; null evaluates only at the end."""
+    episodes: int = Field(50, ge=1)
+    final_episodes: int | None = Field(None, ge=1)
+    """Episodes of the evaluation at the end; null means `episodes`."""
+    workers: int = Field(1, ge=1)
+    envs_per_worker: int = Field(16, ge=1)
+    """Episodes that one worker steps side by side, in one batch."""
+    first_seed: int = Field(100_000, ge=0)
+    """Episode i uses first_seed + i."""
+    videos: bool = True
+    """Video of the best, median and worst episode of the final evaluation."""
+    metric: Literal["max_reward", "return", "success"] = "max_reward"
+    """What "best" means."""

@@ -1,0 +1,56 @@
+"""RunSpec: everything that one training run is made of."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlsvc.spec.base import Spec
+from rlsvc.spec.data import DataSpec
+from rlsvc.spec.diffusion import DiffusionSpec
+from rlsvc.spec.env import PushTSpec
+from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.learner import CheckpointSpec, EvaluationSpec, LearnerSpec
+from rlsvc.spec.tracking import TrackingSpec
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+
+class RunSpec(Spec):
+    """A run: policy, algorithm, data, environment, resources, cadence. Stored with the run, enough to run it again."""
+
+    name: str = Field("run", pattern=NAME)
+    project: str = Field("rlsvc", pattern=NAME)
+    group: str | None = None
+    root: str = "runs"
+    """Runs live in `<root>/<project>/<name>/`."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute precision of the nets; weights and optimizer state are fp32."""
+    total_steps: int = Field(ge=1)
+    """Gradient updates."""
+    log_interval: int = Field(100, ge=1)
+    policy: DiffusionSpec
+    algo: ImitationSpec
+    data: DataSpec
+    env: PushTSpec | None = None
+    """Where the policy is evaluated; null trains without evaluation."""
+    learner: LearnerSpec = LearnerSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    tracking: TrackingSpec = TrackingSpec()
+    resume: bool = False
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.algo.batch_size % (self.learner.ranks * self.algo.optimizer.accumulation):
+            raise ValueError(
+                f"algo.batch_size: {self.algo.batch_size} is not a multiple of learner.ranks x algo.optimizer.accumulation = "
+                f"{self.learner.ranks * self.algo.optimizer.accumulation}"
+            )
+        if self.resume and self.overwrite:
+            raise ValueError("resume, overwrite: choose one; resume goes on with the run, overwrite deletes it first")
+        return self
