@@ -1,0 +1,1 @@
+"""Demonstrations in, batches out: readers, statistics, normalisation, windows. Imports no ray."""
