@@ -201,7 +201,8 @@ def _cast(key: str, array: np.ndarray, target: np.dtype) -> np.ndarray:
         limits = np.iinfo(target)
         if array.min() < limits.min or array.max() > limits.max:
             raise ContractError(f"observation '{key}': values outside {target} ({limits.min} to {limits.max})")
-    return array.astype(target)
+    with np.errstate(over="ignore"):  # what overflows becomes infinite, and the caller refuses that by name
+        return array.astype(target)
 
 
 def _same_feature(key: str, a: Feature, b: Feature, mine: str, theirs: str) -> None:

@@ -31,12 +31,14 @@ class Limits:
         max_arrays: in one message.
         max_depth: of nested maps and lists.
         max_items: keys of one map or elements of one list.
+        max_containers: maps and lists of one message together: an empty map is one byte on the wire and 64 in memory.
     """
 
     max_bytes: int = 64 * 2**20
     max_arrays: int = 64
     max_depth: int = 8
     max_items: int = 10_000
+    max_containers: int = 10_000
 
 
 def _encode(value: Any) -> Any:
@@ -72,6 +74,15 @@ def unpack(data: bytes, limits: Limits | None = None) -> Any:
         WireError: too large, too deep, truncated, not msgpack, or an array whose dtype, shape and byte count do not agree.
     """
     limits = limits or Limits()
+    containers = 0
+
+    def count_container(container: Any) -> Any:
+        nonlocal containers
+        containers += 1
+        if containers > limits.max_containers:
+            raise WireError(f"more than {limits.max_containers} maps and lists in one message; send numbers as arrays")
+        return container
+
     if len(data) > limits.max_bytes:
         raise WireError(f"message of {len(data)} bytes; at most {limits.max_bytes} are accepted")
     try:
@@ -79,12 +90,16 @@ def unpack(data: bytes, limits: Limits | None = None) -> Any:
             data,
             raw=False,
             strict_map_key=False,
+            object_hook=count_container,
+            list_hook=count_container,
             max_map_len=limits.max_items,
             max_array_len=limits.max_items,
             max_ext_len=0,
             max_bin_len=limits.max_bytes,
             max_str_len=limits.max_bytes,
         )
+    except WireError:
+        raise
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError, TypeError) as error:
         raise WireError(f"not a msgpack message: {error or type(error).__name__}") from error
     count = [0]
@@ -99,8 +114,13 @@ def _decode(node: Any, limits: Limits, depth: int, count: list[int]) -> Any:
             count[0] += 1
             if count[0] > limits.max_arrays:
                 raise WireError(f"more than {limits.max_arrays} arrays in one message")
-            return _array(node) if b"__ndarray__" in node else _scalar(node)
-        return {_key(key): _decode(value, limits, depth + 1, count) for key, value in node.items()}
+            if b"__ndarray__" in node:
+                return array_from_bytes(node.get(b"data"), node.get(b"dtype"), node.get(b"shape"))
+            return _scalar(node)
+        decoded = {_key(key): _decode(value, limits, depth + 1, count) for key, value in node.items()}
+        if len(decoded) != len(node):
+            raise WireError("a map has the same key as text and as bytes")
+        return decoded
     if isinstance(node, list):
         return [_decode(item, limits, depth + 1, count) for item in node]
     if isinstance(node, msgpack.Timestamp | msgpack.ExtType):
@@ -119,8 +139,7 @@ def _key(key: Any) -> str:
     return key
 
 
-def _dtype(node: dict[Any, Any]) -> np.dtype:
-    text = node.get(b"dtype")
+def _dtype(text: Any) -> np.dtype:
     if isinstance(text, bytes):
         text = text.decode("ascii", "replace")
     # Only the short array-interface form ("<f4"): np.dtype() would also take "O", records and comma lists.
@@ -132,8 +151,18 @@ def _dtype(node: dict[Any, Any]) -> np.dtype:
         raise WireError(f"array dtype {text!r} is not known") from error
 
 
-def _array(node: dict[Any, Any]) -> np.ndarray:
-    dtype, data, shape = _dtype(node), node.get(b"data"), node.get(b"shape")
+def array_from_bytes(data: Any, dtype_text: Any, shape: Any) -> np.ndarray:
+    """An array [*shape] that is a read-only view of `data`, once all three are known to agree.
+
+    Args:
+        data: the elements, C order.
+        dtype_text: numpy's short form, such as "<f4" or "|u1".
+        shape: a list of sizes.
+
+    Raises:
+        WireError: a dtype that is not a number or boolean, a bad shape, or another byte count than they need.
+    """
+    dtype = _dtype(dtype_text)
     if not isinstance(data, bytes):
         raise WireError("array data is not bytes")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
@@ -145,10 +174,13 @@ def _array(node: dict[Any, Any]) -> np.ndarray:
 
 
 def _scalar(node: dict[Any, Any]) -> np.generic:
-    dtype, data = _dtype(node), node.get(b"data")
+    dtype, data = _dtype(node.get(b"dtype")), node.get(b"data")
     if not isinstance(data, bool | int | float):
         raise WireError("numpy scalar data is not a number")
+    if isinstance(data, float) and dtype.kind != "f":
+        raise WireError(f"number {data!r:.40} does not fit {dtype}")
     try:
-        return dtype.type(data)
+        with np.errstate(over="ignore"):
+            return dtype.type(data)
     except (OverflowError, ValueError) as error:
         raise WireError(f"number {data!r:.40} does not fit {dtype}") from error
