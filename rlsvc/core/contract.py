@@ -168,9 +168,13 @@ class Contract:
         return array
 
     def _check_text(self, key: str, value: Any) -> np.ndarray:
-        texts = [value] * self.n_obs_steps if isinstance(value, str) else list(value) if isinstance(value, list | tuple | np.ndarray) else None
-        if texts is None or len(texts) != self.n_obs_steps or not all(isinstance(text, str) for text in texts):
+        texts = value.tolist() if isinstance(value, np.ndarray) else value
+        if isinstance(texts, str):
+            texts = [texts] * self.n_obs_steps
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise ContractError(f"observation '{key}': got {type(value).__name__}, expected a text")
+        if len(texts) != self.n_obs_steps:
+            raise ContractError(f"observation '{key}': got {len(texts)} texts, expected one for each of {self.n_obs_steps} steps")
         return np.asarray(texts, dtype=np.str_)
 
     def check_same(self, other: Contract, mine: str, theirs: str) -> None:
