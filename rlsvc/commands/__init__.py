@@ -1,0 +1,1 @@
+"""One module of Typer commands a group; rlsvc/cli.py mounts them."""

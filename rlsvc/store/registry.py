@@ -1,0 +1,247 @@
+"""The model registry: a policy bundle as a version of a named model in MLflow.
+
+On a SQLite store the bundle's files are hard links under the store's artifact folder: no second copy of the weights, and a
+version stays usable when its run folder is deleted or its checkpoints are thinned out. A remote store gets an upload.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+from rlsvc.core.errors import BundleError, NotFoundError, SpecError, unknown_name
+from rlsvc.store.bundle import read_bundle
+from rlsvc.store.mlflow_store import artifact_root, open_store, store_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+MODEL_URI = re.compile(r"^models:/(?P<name>[^/@:]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[^/@]+))$")
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
+ALIAS = re.compile(r"^(?!latest$)(?!v?\d+$)[A-Za-z][A-Za-z0-9_-]{0,99}$")
+BUNDLE_TAG = "rlsvc.bundle"
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of a registered policy.
+
+    Attributes:
+        name: of the policy.
+        version: 1, 2, ...
+        aliases: names that point at this version ("best", "production").
+        bundle: the bundle's id, sha256 of its manifest.
+        run_id: the MLflow run that made it, "" when it came from none.
+        source: URI of the bundle's folder.
+        created: unix time in s.
+    """
+
+    name: str
+    version: int
+    bundle: str
+    run_id: str
+    source: str
+    created: float
+    aliases: tuple[str, ...] = field(default=())
+
+
+class Registry:
+    """Registered policies in one MLflow store.
+
+    Args:
+        root: the folder of runs, whose `mlflow.db` is the default store.
+        uri: another MLflow store; None means MLFLOW_TRACKING_URI, then the default.
+    """
+
+    def __init__(self, root: str | Path = "runs", uri: str | None = None) -> None:
+        self.uri = store_uri(root, uri)
+        self._client: MlflowClient = open_store(self.uri)
+
+    def register(self, bundle: Path, name: str, run_id: str = "") -> int:
+        """Makes a bundle the newest version of the policy `name`; a bundle that is a version already stays that one.
+
+        Raises:
+            BundleError: the bundle does not verify.
+            SpecError: the name has characters that a registered name cannot have.
+        """
+        from mlflow.exceptions import MlflowException
+
+        if not NAME.match(name):
+            raise SpecError(f"policy name '{name}': expected letters, digits, '.', '_' and '-' (at most 200)")
+        bundle_id = read_bundle(bundle).id
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        for version in self.versions(name):
+            if version.bundle == bundle_id:
+                return version.version
+        source = self._store(bundle, name, bundle_id, run_id)
+        made = self._client.create_model_version(name, source, run_id=run_id or None, tags={BUNDLE_TAG: bundle_id})
+        return int(made.version)
+
+    def names(self) -> list[str]:
+        """The registered policies, in alphabetical order."""
+        return sorted(model.name for model in _pages(self._client.search_registered_models))
+
+    def versions(self, name: str) -> list[Version]:
+        """The versions of a policy, oldest first.
+
+        Raises:
+            NotFoundError: no policy of that name.
+        """
+        model = self._model(name)
+        aliases: dict[int, list[str]] = {}
+        for alias, number in model.aliases.items():
+            aliases.setdefault(int(number), []).append(alias)
+        found = _pages(self._client.search_model_versions, filter_string=f"name = '{name}'")
+        return sorted(
+            (
+                Version(
+                    name=name,
+                    version=int(version.version),
+                    bundle=version.tags.get(BUNDLE_TAG, ""),
+                    run_id=version.run_id or "",
+                    source=version.source,
+                    created=version.creation_timestamp / 1000,
+                    aliases=tuple(sorted(aliases.get(int(version.version), ()))),
+                )
+                for version in found
+            ),
+            key=lambda version: version.version,
+        )
+
+    def promote(self, name: str, version: int, alias: str) -> None:
+        """Points `alias` at a version, away from the one that it pointed at.
+
+        Raises:
+            NotFoundError: no such policy, or no such version of it.
+            SpecError: the alias cannot be one (MLflow reserves `latest` and `v1`, `v2`, ...).
+        """
+        if not ALIAS.match(alias):
+            raise SpecError(f"alias '{alias}': expected a letter, then letters, digits, '_' or '-'; not 'latest', not 'v<number>'")
+        self._version(name, str(version))
+        self._client.set_registered_model_alias(name, alias, str(version))
+
+    def resolve(self, target: str) -> Path:
+        """The folder of the bundle that `models:/name@alias`, `models:/name/3` or `models:/name/latest` means, verified.
+
+        Raises:
+            NotFoundError: no such policy, version or alias.
+            BundleError: its bundle is gone, damaged, or not the one that was registered.
+        """
+        match = MODEL_URI.match(target)
+        if match is None:
+            raise SpecError(f"'{target}': expected models:/name@alias, models:/name/version or models:/name/latest")
+        name, alias = match["name"], match["alias"]
+        if alias:
+            by_alias = {each: version for version in self.versions(name) for each in version.aliases}
+            if alias not in by_alias:
+                raise unknown_name(f"alias of policy '{name}'", alias, by_alias)
+            version = by_alias[alias]
+        else:
+            version = self._version(name, match["version"])
+        path = self._folder(version)
+        if not path.is_dir():
+            raise BundleError(f"{target}: version {version.version} lies at {path}, which is gone. Promote another version")
+        if (got := read_bundle(path).id) != version.bundle:
+            raise BundleError(f"{target}: {path} holds bundle {got[:12]}, but {version.bundle[:12]} was registered there")
+        return path
+
+    def _model(self, name: str) -> Any:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_registered_model(name)
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+        raise unknown_name("policy", name, self.names())
+
+    def _version(self, name: str, number: str) -> Version:
+        versions = {str(version.version): version for version in self.versions(name)}
+        if number == "latest" and versions:
+            return versions[max(versions, key=int)]
+        if number not in versions:
+            raise NotFoundError(f"policy '{name}' has no version {number}. There are: {', '.join(versions) or 'none'}.")
+        return versions[number]
+
+    def _store(self, bundle: Path, name: str, bundle_id: str, run_id: str) -> str:
+        root = artifact_root(self.uri)
+        if root is None:
+            if not run_id:
+                raise SpecError(f"{self.uri} keeps artifacts by run: registering a bundle there needs the id of an MLflow run")
+            folder = f"bundles/{bundle_id[:16]}"
+            self._client.log_artifacts(run_id, str(bundle), artifact_path=folder)
+            return f"{self._client.get_run(run_id).info.artifact_uri}/{folder}"
+        target = root / "models" / name / bundle_id[:16]
+        if not target.exists():
+            temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(bundle, temporary, copy_function=_link_or_copy)
+            try:
+                temporary.rename(target)
+            except OSError:  # another process registered the same bundle in between
+                shutil.rmtree(temporary)
+                if not target.is_dir():
+                    raise
+        return target.as_uri()
+
+    def _folder(self, version: Version) -> Path:
+        parsed = urlparse(version.source)
+        if parsed.scheme == "file":
+            return Path(unquote(parsed.path))
+        from mlflow.artifacts import download_artifacts
+
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsvc" / "bundles" / version.bundle[:16]
+        if not cache.is_dir():
+            temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
+            temporary.mkdir(parents=True)
+            got = Path(download_artifacts(artifact_uri=version.source, dst_path=str(temporary), tracking_uri=self.uri))
+            got.rename(cache)
+            shutil.rmtree(temporary, ignore_errors=True)
+        return cache
+
+
+def register(bundle: Path, name: str, run_id: str = "", uri: str | None = None, *, root: str | Path = "runs") -> int:
+    """Registers a bundle as a version of the policy `name`; see `Registry.register`."""
+    return Registry(root, uri).register(bundle, name, run_id)
+
+
+def resolve(target: str, *, root: str | Path = "runs", uri: str | None = None) -> Path:
+    """The bundle folder that `target` means: a folder itself, or `models:/name@alias | name/3 | name/latest`.
+
+    Raises:
+        NotFoundError: no such folder, policy, version or alias.
+        BundleError: a registered bundle is gone or damaged. (A plain folder is verified by whoever loads it.)
+    """
+    if target.startswith("models:"):
+        return Registry(root, uri).resolve(target)
+    path = Path(target)
+    if not path.is_dir():
+        raise NotFoundError(f"'{target}': expected the folder of a policy bundle, or models:/name@alias")
+    return path
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(source, target)
+    return target
+
+
+def _pages(search: Any, **query: Any) -> list[Any]:
+    found, token = [], None
+    while True:
+        page = search(page_token=token, **query)
+        found += page
+        token = page.token
+        if not token:
+            return found
