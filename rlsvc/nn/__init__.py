@@ -1,0 +1,1 @@
+"""Nets in flax nnx. Compute dtype is an argument; weights are float32."""

@@ -1,0 +1,59 @@
+"""What acts: the interface of every policy, and what a call may choose.
+
+A policy is a static object (its specification and contract); its weights are a pytree beside it. Observations and actions
+are normalised here; `rlsvc.runner` maps them to and from the contract's units.
+
+Letters: B batch, T observation steps, H executed actions, A action dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jaxtyping import Array, Float, Key
+
+from rlsvc.core.contract import Contract
+from rlsvc.data.windows import Batch
+
+Params = Any
+Carry = Any
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class ActOptions:
+    """What may differ from call to call; hashable, since it is compiled in.
+
+    Attributes:
+        sample_steps: denoising steps; None takes the policy's own.
+        guidance_scale: classifier-free guidance; None takes the policy's own.
+    """
+
+    sample_steps: int | None = None
+    guidance_scale: float | None = None
+
+
+class Policy(Protocol):
+    """A policy that learns by a loss of its own and acts in chunks."""
+
+    contract: Contract
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Fresh float32 weights."""
+        ...
+
+    def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
+        """Mean loss over the unpadded actions of a normalised batch."""
+        ...
+
+    def initial_carry(self, batch_size: int) -> Carry:
+        """State before the first observation; an empty tuple when there is none."""
+        ...
+
+    def act(
+        self, params: Params, observation: dict[str, Array], carry: Carry, keys: Key[Array, "b"], options: ActOptions
+    ) -> tuple[Float[Array, "b h a"], Carry, dict[str, Array]]:
+        """Normalised actions for normalised observations [B, T, ...]; one key a row, so that rows do not mix."""
+        ...
