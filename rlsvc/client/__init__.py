@@ -1,0 +1,23 @@
+"""What runs on a robot's computer: numpy, msgpack, websockets and httpx, nothing else.
+
+    with PolicyClient("127.0.0.1:8000") as client:
+        policy = ChunkedPolicy(client)
+        while True:
+            robot.send(policy.act(robot.observe()))
+"""
+
+from rlsvc.client.chunked import AsyncChunkedPolicy, ChunkedPolicy
+from rlsvc.client.client import AsyncPolicyClient, PolicyClient
+from rlsvc.client.protocol import ClientOptions, PolicyUnavailableError, RefusedError, Reply, ServerFaultError
+
+__all__ = [
+    "AsyncChunkedPolicy",
+    "AsyncPolicyClient",
+    "ChunkedPolicy",
+    "ClientOptions",
+    "PolicyClient",
+    "PolicyUnavailableError",
+    "RefusedError",
+    "Reply",
+    "ServerFaultError",
+]

@@ -1,0 +1,117 @@
+"""One action at each control step out of a policy that returns chunks.
+
+Letters: T observation steps, H action steps, A action dimensions, n actions executed of each chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlsvc.client.client import AsyncPolicyClient, PolicyClient
+from rlsvc.client.protocol import Reply
+from rlsvc.core.contract import Contract
+from rlsvc.core.errors import UserError
+from rlsvc.core.history import ObservationHistory
+
+
+class _Chunk:
+    """The observation history and what is left of the chunk under way."""
+
+    def __init__(self, contract: Contract, n_execute: int | None, seed: int) -> None:
+        horizon = contract.action_horizon
+        if n_execute is not None and not 1 <= n_execute <= horizon:
+            raise UserError(f"n_execute: got {n_execute}, expected 1 to {horizon}, the policy's action horizon")
+        self.n_execute = n_execute or horizon
+        self.seed = seed
+        self.step = 0
+        self._one_step = dataclasses.replace(contract, n_obs_steps=1)
+        self._history = ObservationHistory(contract.n_obs_steps)
+        self._left: deque[np.ndarray] = deque()
+
+    def observe(self, observation: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+        """Remember an observation; the window to ask the policy with when the chunk is used up, else None."""
+        checked = self._one_step.check_observation(observation)
+        window = self._history.append({key: array[0] for key, array in checked.items()})
+        return None if self._left else window
+
+    def refresh(self, reply: Reply) -> None:
+        self._left.extend(reply.action[: self.n_execute])
+
+    def next_action(self) -> np.ndarray:
+        self.step += 1
+        return self._left.popleft()
+
+    def reset(self, seed: int | None) -> None:
+        self._history.reset()
+        self._left.clear()
+        self.step = 0
+        self.seed = self.seed if seed is None else seed
+
+
+class ChunkedPolicy:
+    """Executes n actions of each chunk, then asks for the next one.
+
+    Keeps the last T observations; at the start of an episode the first one is repeated, as in training. When the policy cannot
+    be asked the error is raised and no action returned: what a robot does then is its own safe stop, never the last action again.
+    """
+
+    def __init__(self, client: PolicyClient, *, n_execute: int | None = None, seed: int = 0) -> None:
+        """An episode begins.
+
+        Args:
+            client: of the served policy.
+            n_execute: n, at most H; H when left out.
+            seed: of the policy's randomness in this episode.
+
+        Raises:
+            UserError: n is not within [1, H].
+        """
+        self._client = client
+        self._chunk = _Chunk(client.contract, n_execute, seed)
+
+    def act(self, observation: Mapping[str, Any]) -> np.ndarray:
+        """The action of this control step.
+
+        Args:
+            observation: of one step, by key an array of the feature's shape.
+
+        Returns:
+            [A] float32, in the contract's units.
+
+        Raises:
+            ContractError: the observation does not fit; it is not remembered.
+            Exception: as PolicyClient.act.
+        """
+        window = self._chunk.observe(observation)
+        if window is not None:
+            self._chunk.refresh(self._client.act(window, seed=self._chunk.seed, step=self._chunk.step))
+        return self._chunk.next_action()
+
+    def reset(self, seed: int | None = None) -> None:
+        """Another episode begins: history and chunk are forgotten."""
+        self._chunk.reset(seed)
+
+
+class AsyncChunkedPolicy:
+    """ChunkedPolicy for asyncio, over an AsyncPolicyClient that is connected."""
+
+    def __init__(self, client: AsyncPolicyClient, *, n_execute: int | None = None, seed: int = 0) -> None:
+        """An episode begins; arguments as of ChunkedPolicy."""
+        self._client = client
+        self._chunk = _Chunk(client.contract, n_execute, seed)
+
+    async def act(self, observation: Mapping[str, Any]) -> np.ndarray:
+        """The action of this control step, [A] float32; see ChunkedPolicy.act."""
+        window = self._chunk.observe(observation)
+        if window is not None:
+            self._chunk.refresh(await self._client.act(window, seed=self._chunk.seed, step=self._chunk.step))
+        return self._chunk.next_action()
+
+    def reset(self, seed: int | None = None) -> None:
+        """Another episode begins: history and chunk are forgotten."""
+        self._chunk.reset(seed)

@@ -1,0 +1,219 @@
+"""The client of a served policy, blocking and asynchronous.
+
+Letters: T observation steps, H action steps, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from rlsvc.client.http import AsyncHttpLink, HttpLink
+from rlsvc.client.protocol import (
+    TRANSPORTS,
+    Address,
+    ClientOptions,
+    Deadline,
+    PolicyUnavailableError,
+    Reply,
+    Served,
+    check_served,
+    decode_reply,
+    encode_request,
+    pauses,
+)
+from rlsvc.client.websocket import AsyncWebSocketLink, WebSocketLink
+from rlsvc.core.contract import Contract
+from rlsvc.core.errors import unknown_name
+
+
+class PolicyClient:
+    """A served policy that blocks until it answers, never longer than its options say.
+
+    A request that finds the server away or overloaded is sent again, a bounded number of times, over a new connection where the
+    old one is lost: the same seed and step give the same answer, so that this is harmless. When it stays away the error is
+    raised; an action is never repeated in its place. Not to be shared by threads.
+    """
+
+    def __init__(
+        self, url: str, *, policy: str | None = None, transport: str = "ws", options: ClientOptions | None = None
+    ) -> None:  # fmt: skip
+        """Connect and fetch the contract.
+
+        Args:
+            url: "host:port", or with the scheme http, https, ws or wss; the last letter decides about TLS.
+            policy: name of the policy; the only one when left out.
+            transport: "ws" (fastest) or "http".
+            options: deadlines and retries.
+
+        Raises:
+            UserError: a bad URL or transport.
+            RefusedError: another policy is served.
+            PolicyUnavailableError: no policy server answers there.
+            TimeoutError: something listens there and says nothing.
+        """
+        self._options = options or ClientOptions()
+        self._policy = policy
+        address = Address.parse(url)
+        _check_transport(transport)
+        self._link = WebSocketLink(address, self._options) if transport == "ws" else HttpLink(address, self._options, policy)
+        self._what = f"the policy server at {address.host}"
+        self._served: Served | None = None
+        self._retry(None)
+
+    @property
+    def name(self) -> str:
+        """The policy's name."""
+        return _known(self._served).name
+
+    @property
+    def version(self) -> str:
+        """The policy's version when last connected; a reply says which one made it."""
+        return _known(self._served).version
+
+    @property
+    def contract(self) -> Contract:
+        """What the policy sees and does."""
+        return _known(self._served).contract
+
+    def act(self, observation: Mapping[str, Any], *, seed: int = 0, step: int = 0) -> Reply:
+        """A chunk of actions for an observation window.
+
+        Args:
+            observation: by key an array [T, ...], as the contract says.
+            seed: of the policy's randomness, [0, 2**31); one for each robot or episode.
+            step: of the episode, [0, 2**31).
+
+        Raises:
+            ContractError: the observation does not fit; nothing was sent.
+            RefusedError: the server refuses it.
+            ServerFaultError: the server failed.
+            PolicyUnavailableError: the server is away, and stayed away.
+            TimeoutError: no answer within options.timeout_s.
+        """
+        reply = self._retry(encode_request(self.contract, observation, seed, step))
+        assert reply is not None
+        return reply
+
+    def close(self) -> None:
+        """Drop the connection; the next `act` would open a new one."""
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        """The client itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close."""
+        self.close()
+
+    def _retry(self, data: bytes | None) -> Reply | None:
+        deadline = Deadline(self._options.timeout_s, self._what)
+        waits = pauses(self._options)
+        while True:
+            try:
+                if not self._link.connected:
+                    served = self._link.open(deadline)
+                    check_served(self._served, served, self._policy)
+                    self._served = served
+                return None if data is None else decode_reply(self._link.request(data, deadline), self.contract)
+            except PolicyUnavailableError:
+                pause = next(waits, None)
+                if pause is None or pause >= deadline.left():
+                    raise
+                time.sleep(pause)
+            except BaseException:
+                if self._served is None:
+                    self._link.close()
+                raise
+
+
+class AsyncPolicyClient:
+    """PolicyClient for asyncio: `async with AsyncPolicyClient(url) as client`. One request at a time."""
+
+    def __init__(
+        self, url: str, *, policy: str | None = None, transport: str = "ws", options: ClientOptions | None = None
+    ) -> None:  # fmt: skip
+        """Not connected yet: `connect` or `async with` does that. Arguments as of PolicyClient."""
+        self._options = options or ClientOptions()
+        self._policy = policy
+        address = Address.parse(url)
+        _check_transport(transport)
+        self._link = (
+            AsyncWebSocketLink(address, self._options) if transport == "ws" else AsyncHttpLink(address, self._options, policy)
+        )  # fmt: skip
+        self._what = f"the policy server at {address.host}"
+        self._served: Served | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        """The policy's name."""
+        return _known(self._served).name
+
+    @property
+    def version(self) -> str:
+        """The policy's version when last connected; a reply says which one made it."""
+        return _known(self._served).version
+
+    @property
+    def contract(self) -> Contract:
+        """What the policy sees and does."""
+        return _known(self._served).contract
+
+    async def connect(self) -> Self:
+        """Connect and fetch the contract; raises as PolicyClient does."""
+        await self._retry(None)
+        return self
+
+    async def act(self, observation: Mapping[str, Any], *, seed: int = 0, step: int = 0) -> Reply:
+        """A chunk of actions for an observation window; arguments and errors as of PolicyClient.act."""
+        reply = await self._retry(encode_request(self.contract, observation, seed, step))
+        assert reply is not None
+        return reply
+
+    async def close(self) -> None:
+        """Drop the connection; the next `act` would open a new one."""
+        await self._link.close()
+
+    async def __aenter__(self) -> Self:
+        """Connect."""
+        return await self.connect()
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Close."""
+        await self.close()
+
+    async def _retry(self, data: bytes | None) -> Reply | None:
+        deadline = Deadline(self._options.timeout_s, self._what)
+        waits = pauses(self._options)
+        async with self._one_at_a_time:
+            while True:
+                try:
+                    if not self._link.connected:
+                        served = await self._link.open(deadline)
+                        check_served(self._served, served, self._policy)
+                        self._served = served
+                    return None if data is None else decode_reply(await self._link.request(data, deadline), self.contract)
+                except PolicyUnavailableError:
+                    pause = next(waits, None)
+                    if pause is None or pause >= deadline.left():
+                        raise
+                    await asyncio.sleep(pause)
+                except BaseException:
+                    if self._served is None:
+                        await self._link.close()
+                    raise
+
+
+def _known(served: Served | None) -> Served:
+    if served is None:
+        raise RuntimeError("not connected yet: use `async with AsyncPolicyClient(...)` or await connect()")
+    return served
+
+
+def _check_transport(transport: str) -> None:
+    if transport not in TRANSPORTS:
+        raise unknown_name("transport", transport, TRANSPORTS)

@@ -1,0 +1,242 @@
+"""What the clients of both transports share: messages, answers, errors, retries. No I/O here.
+
+Letters: T observation steps, H action steps, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from rlsvc.core.contract import Contract
+from rlsvc.core.errors import ContractError, UserError
+from rlsvc.core.wire import Limits, WireError, pack, unpack
+
+# uvicorn, which answers WebSockets in a Ray Serve replica, stops a message there.
+MAX_MESSAGE_BYTES = 16 * 2**20
+TRANSPORTS = ("ws", "http")
+
+
+class PolicyUnavailableError(ConnectionError):
+    """The server cannot be reached, or cannot act now; asking again is harmless and may help."""
+
+
+class ConnectTimeoutError(PolicyUnavailableError, TimeoutError):
+    """The server took the connection and then said nothing."""
+
+
+class RefusedError(UserError):
+    """The server refuses this request; asking again gives the same answer."""
+
+
+class ServerFaultError(RuntimeError):
+    """The server failed on this request; its message has the id under which the server's log tells why."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A chunk of actions.
+
+    Attributes:
+        action: [H, A] float32, in the contract's units, finite.
+        version: of the policy that made it.
+        timing: the server's, in milliseconds: total_ms, queue_ms, model_ms, wire_ms.
+    """
+
+    action: np.ndarray
+    version: str
+    timing: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server says about a policy before the first observation."""
+
+    name: str
+    version: str
+    contract: Contract
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How long and how often a client tries.
+
+    Attributes:
+        timeout_s: of one `act`, all attempts together; then TimeoutError.
+        connect_timeout_s: of one attempt to connect.
+        retries: attempts after the first, when the server is unreachable or overloaded. Sending a request again is
+            harmless: the same seed and step give the same answer.
+        backoff_s: pause before the first retry; doubles up to a second.
+    """
+
+    timeout_s: float = 10.0
+    connect_timeout_s: float = 5.0
+    retries: int = 12
+    backoff_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0 or self.connect_timeout_s <= 0 or self.retries < 0 or self.backoff_s < 0:
+            raise UserError(f"client options out of range: {self}")
+
+
+class Deadline:
+    """A moment after which nothing is waited for."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        """Start now; `what` is for the message."""
+        self._end = time.monotonic() + seconds
+        self._seconds = seconds
+        self._what = what
+
+    def remaining(self) -> float:
+        """Seconds left.
+
+        Raises:
+            TimeoutError: none.
+        """
+        left = self.left()
+        if left <= 0:
+            raise self.error()
+        return left
+
+    def left(self) -> float:
+        """Seconds left, 0 or less when it has passed."""
+        return self._end - time.monotonic()
+
+    def error(self) -> TimeoutError:
+        """What to raise when it has passed."""
+        return TimeoutError(f"{self._what} did not answer within {self._seconds:g} s; it may be stopped, overloaded or cut off")
+
+
+def pauses(options: ClientOptions) -> Iterator[float]:
+    """Seconds to wait before each retry."""
+    for attempt in range(options.retries):
+        yield min(1.0, options.backoff_s * 2**attempt)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens.
+
+    Attributes:
+        host: name or address, with the port where one was given, as in a URL.
+        secure: TLS or not.
+    """
+
+    host: str
+    secure: bool
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Read "127.0.0.1:8000", "ws://robot-server:8000", "https://policies.example.org", ...
+
+        Raises:
+            UserError: another scheme, no host, a bad port, or a path.
+        """
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        expected = f"server address '{url}': expected host:port, http(s)://host:port or ws(s)://host:port"
+        try:
+            valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        except ValueError as error:
+            raise UserError(f"{expected} ({error})") from error
+        if not valid or parts.username is not None or parts.scheme not in ("http", "https", "ws", "wss") or parts.path not in ("", "/") or parts.query:
+            raise UserError(expected)
+        return cls(parts.netloc, parts.scheme in ("https", "wss"))
+
+    @property
+    def http(self) -> str:
+        """Base URL over HTTP."""
+        return f"{'https' if self.secure else 'http'}://{self.host}"
+
+    @property
+    def websocket(self) -> str:
+        """URL of the WebSocket."""
+        return f"{'wss' if self.secure else 'ws'}://{self.host}/"
+
+
+def encode_request(contract: Contract, observation: Mapping[str, Any], seed: int, step: int) -> bytes:
+    """An observation window, held against the contract, as a message.
+
+    Raises:
+        ContractError: it does not fit, or is too large to travel.
+    """
+    checked = contract.check_observation(observation)
+    data = pack({"observation": checked, "seed": seed, "step": step})
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ContractError(f"the observation takes {len(data)} bytes, a message at most {MAX_MESSAGE_BYTES}; send smaller images")
+    return data
+
+
+def decode_served(data: bytes | str) -> Served:
+    """A description of a policy: the WebSocket's first frame.
+
+    Raises:
+        PolicyUnavailableError: it is not one.
+    """
+    return served_from(_decode(data))
+
+
+def served_from(message: Any) -> Served:
+    """Likewise, from a message that is decoded already."""
+    try:
+        return Served(str(message["name"]), str(message["version"]), Contract.from_json(message["contract"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PolicyUnavailableError("the server did not say which contract its policy has; is it a policy server of rlsvc?") from error
+
+
+def check_served(before: Served | None, now: Served, wanted: str | None) -> None:
+    """Refuse a policy of another name, or one whose contract changed while the client was connected.
+
+    Raises:
+        RefusedError: the server serves another policy than the one asked for.
+        ContractError: the contract is not the one that this client began with.
+    """
+    if wanted is not None and now.name != wanted:
+        raise RefusedError(f"the server serves '{now.name}', not '{wanted}'")
+    if before is not None and now.contract != before.contract:
+        raise ContractError(f"the server's policy '{now.name}' changed its contract; connect anew and check your observations")
+
+
+def decode_reply(data: bytes | str, contract: Contract) -> Reply:
+    """The actions in an answer.
+
+    Raises:
+        RefusedError: the server refused the observation.
+        ServerFaultError: the server failed, or its actions do not fit the contract.
+        PolicyUnavailableError: it is overloaded, or what came is no answer.
+    """
+    message = _decode(data)
+    if not isinstance(message, dict):
+        raise PolicyUnavailableError(f"the server answered with a {type(message).__name__}, not with actions")
+    if "error" in message:
+        raise error_from(int(message.get("status", 500)), str(message["error"]))
+    action = message.get("action")
+    shape = (contract.action_horizon, *contract.action.shape)
+    if not isinstance(action, np.ndarray) or action.dtype.kind != "f" or action.shape != shape:
+        got = f"{action.dtype} {action.shape}" if isinstance(action, np.ndarray) else type(action).__name__
+        raise ServerFaultError(f"the server's action is {got}, the contract says float {shape}")
+    if not np.isfinite(action).all():
+        raise ServerFaultError("the server's action has values that are not finite")
+    spent = message.get("timing")
+    return Reply(action.astype(np.float32), str(message.get("version", "")), spent if isinstance(spent, dict) else {})
+
+
+def error_from(status: int, message: str) -> Exception:
+    """The exception for an error that the server sent as such."""
+    if status in (429, 503):
+        return PolicyUnavailableError(message)
+    return ServerFaultError(message) if status >= 500 else RefusedError(message)
+
+
+def _decode(data: bytes | str) -> Any:
+    if isinstance(data, str):
+        raise RefusedError(data[:500])
+    try:
+        return unpack(data, Limits(max_bytes=MAX_MESSAGE_BYTES))
+    except WireError as error:
+        raise PolicyUnavailableError(f"the server sent what is no message of this protocol: {error}") from error

@@ -1,0 +1,209 @@
+"""The HTTP and WebSocket face of a served policy, as a FastAPI application that knows nothing of Ray.
+
+The WebSocket at `/` speaks openpi's protocol: a metadata frame first, then an observation in and actions out, msgpack both.
+A message `{"observation": {...}, "seed": int, "step": int}` is taken there too and answered like HTTP's, errors included.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request, Response, WebSocket
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.websockets import WebSocketDisconnect
+
+import rlsvc
+from rlsvc.core.errors import unknown_name
+from rlsvc.core.wire import pack
+from rlsvc.serve import openapi
+from rlsvc.serve.codec import JSON, MSGPACK, ActRequest, Refusal, as_request, decode_message, decode_request, encode, media_type
+from rlsvc.serve.metrics import CONTENT_TYPE
+from rlsvc.serve.service import PolicyService, internal_error, timing
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(service: PolicyService) -> FastAPI:
+    """The application for one policy.
+
+    Args:
+        service: the policy; loaded and warm, so that the application is ready as soon as it is reachable.
+    """
+    app = FastAPI(title="rlsvc", version=rlsvc.__version__, description="Robot policies: an observation in, a chunk of actions out.")
+
+    def served(name: str) -> PolicyService:
+        if name != service.name:
+            raise Refusal(404, "unknown_policy", str(unknown_name("policy", name[:80], [service.name])))
+        return service
+
+    @app.post("/v1/policies/{name}/act", responses=openapi.ACT_RESPONSES, openapi_extra=openapi.act_request(service.runner.contract))
+    async def act(name: str, request: Request) -> Response:
+        """The actions for one observation, in the encoding of the request (JSON or msgpack)."""
+        received = perf_counter()
+        kind = JSON
+        try:
+            policy = served(name)
+            kind = media_type(request.headers.get("content-type"))
+            limit = policy.settings.max_body_bytes
+            asked = decode_request(await _read_body(request, limit), kind, limit)
+            answer = await policy.act(asked, transport="http", received=received)
+        except Refusal as refusal:
+            return _refused(service, refusal, kind)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except Exception as error:
+            return _refused(service, internal_error(error), kind)
+        body = {"action": answer.action, "version": answer.version, "timing": timing(answer, received)}
+        return Response(encode(body, kind), media_type=kind)
+
+    @app.get("/v1/policies", responses=openapi.LIST_RESPONSES)
+    async def policies() -> dict[str, Any]:
+        """The policies served here."""
+        return {"policies": [service.describe()]}
+
+    @app.get("/v1/policies/{name}", responses=openapi.DESCRIBE_RESPONSES)
+    async def policy(name: str) -> Response:
+        """A policy's contract and version."""
+        try:
+            return JSONResponse(served(name).describe())
+        except Refusal as refusal:
+            return _refused(service, refusal, JSON)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """Whether this server answers at all."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", responses=openapi.READY_RESPONSES)
+    async def readyz() -> Response:
+        """Whether the policy is loaded, compiled and free to act."""
+        ready = service.ready
+        return JSONResponse({"ready": ready}, status_code=200 if ready else 503)
+
+    @app.get("/metrics", response_class=Response, responses=openapi.METRICS_RESPONSES)
+    async def metrics() -> Response:
+        """Counters and latencies of the replica that answers, as Prometheus text."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.websocket("/")
+    async def websocket(socket: WebSocket) -> None:
+        # A web page may open a WebSocket to any host without asking: only pages of this server itself are let in.
+        origin = socket.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != socket.headers.get("host"):
+            service.metrics.refused("origin")
+            await socket.close(1008)
+            return
+        await socket.accept()
+        service.metrics.websockets.inc()
+        try:
+            await _converse(socket, service)
+        except WebSocketDisconnect:
+            pass
+        finally:
+            service.metrics.websockets.dec()
+
+    @app.exception_handler(HTTPException)
+    async def no_such_route(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}; see /docs for what is served"
+        return JSONResponse({"error": message, "reason": "route"}, status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return _refused(service, internal_error(error), JSON)
+
+    return app
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body, never holding more than `limit` bytes and a piece: refused by its declared length before it is read."""
+    too_large = Refusal(413, "too_large", f"the body is larger than {limit} bytes, which is the limit here")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > limit:
+            raise too_large
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _refused(service: PolicyService, refusal: Refusal, kind: str) -> Response:
+    service.metrics.refused(refusal.reason)
+    headers = {}
+    if refusal.status == 413:
+        headers["Connection"] = "close"  # what is left of the body is not read
+    if refusal.status == 503:
+        headers["Retry-After"] = "1"
+    return Response(encode(_error(refusal), kind), status_code=refusal.status, media_type=kind, headers=headers)
+
+
+def _error(refusal: Refusal) -> dict[str, Any]:
+    return {"error": str(refusal), "reason": refusal.reason, "status": refusal.status}
+
+
+async def _converse(socket: WebSocket, service: PolicyService) -> None:
+    await socket.send_bytes(pack({**service.describe(), "server": "rlsvc"}))
+    step = 0
+    previous_ms: float | None = None
+    while True:
+        frame = await socket.receive()
+        if frame["type"] == "websocket.disconnect":
+            return
+        received = perf_counter()
+        enveloped = False
+        try:
+            message = _decode_frame(frame, service)
+            # A feature is an array, so a map under this name can only be the envelope of the HTTP request.
+            enveloped = isinstance(message.get("observation"), dict)
+            asked = as_request(message) if enveloped else ActRequest(message)
+            if asked.step is None:
+                asked = ActRequest(asked.observation, asked.seed, step)
+            answer = await service.act(asked, transport="websocket", received=received)
+        except Refusal as refusal:
+            await _send_refusal(socket, service, refusal, enveloped)
+            continue
+        except Exception as error:
+            await _send_refusal(socket, service, internal_error(error), enveloped)
+            continue
+        spent = timing(answer, received)
+        if enveloped:
+            reply = {"action": answer.action, "version": answer.version, "timing": spent}
+        else:
+            server_timing = {"infer_ms": spent["queue_ms"] + spent["model_ms"], "queue_ms": spent["queue_ms"]}
+            if previous_ms is not None:
+                server_timing["prev_total_ms"] = previous_ms
+            reply = {
+                "actions": answer.action,
+                "server_timing": server_timing,
+                "policy_timing": {"infer_ms": spent["model_ms"]},
+                "version": answer.version,
+            }
+        await socket.send_bytes(pack(reply))
+        previous_ms = (perf_counter() - received) * 1e3
+        step += 1
+
+
+def _decode_frame(frame: Any, service: PolicyService) -> dict[str, Any]:
+    data = frame.get("bytes")
+    if data is None:
+        raise Refusal(400, "malformed", "got a text frame, expected a binary frame with a msgpack map")
+    message = decode_message(data, MSGPACK, service.settings.max_body_bytes)
+    if not isinstance(message, dict):
+        raise Refusal(400, "malformed", f"the message is a {type(message).__name__}, expected a map of arrays by name")
+    return message
+
+
+async def _send_refusal(socket: WebSocket, service: PolicyService, refusal: Refusal, enveloped: bool) -> None:
+    """As openpi's clients expect an error, a text frame; in the request's own form where the client speaks it."""
+    service.metrics.refused(refusal.reason)
+    if enveloped:
+        await socket.send_bytes(pack(_error(refusal)))
+    else:
+        await socket.send_text(str(refusal))

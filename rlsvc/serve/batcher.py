@@ -1,0 +1,190 @@
+"""Requests that come at the same time become one batch, on one thread, so that the event loop stays free.
+
+Letters: T observation steps, B batch, H action steps, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rlsvc.runner import Runner
+
+
+class OverloadedError(RuntimeError):
+    """More requests wait than the server takes on; the client may try again later."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One row's action chunk and where its time went.
+
+    Attributes:
+        action: [H, A] float32, in the contract's units.
+        version: of the policy.
+        queue_s: seconds it waited for its batch.
+        model_s: seconds the batch took.
+        batch_size: rows in the batch.
+    """
+
+    action: np.ndarray
+    version: str
+    queue_s: float
+    model_s: float
+    batch_size: int
+
+
+@dataclass
+class _Row:
+    observation: dict[str, np.ndarray]
+    seed: int
+    step: int
+    future: asyncio.Future[Answer]
+    loop: asyncio.AbstractEventLoop
+    since: float = field(default_factory=time.monotonic)
+
+
+class Batcher:
+    """Gathers rows into batches for a runner.
+
+    Rows that came while the model was busy go together at once. Beyond that the first row waits at most `wait_s`, and only while
+    the batch is smaller than the one before it: one client alone is never made to wait, and clients that act in step are kept
+    together. A row's answer does not depend on its batch (the runner's promise).
+    """
+
+    def __init__(self, runner: Runner, *, max_batch: int = 1, wait_s: float = 0.002, max_waiting: int = 256) -> None:
+        """Start the thread.
+
+        Args:
+            runner: what acts; called from this batcher's thread only.
+            max_batch: most rows in one call of the runner.
+            wait_s: longest that a row waits for others.
+            max_waiting: rows waiting beyond which `act` refuses.
+        """
+        if max_batch < 1 or wait_s < 0 or max_waiting < 1:
+            raise ValueError(f"max_batch {max_batch}, wait_s {wait_s} or max_waiting {max_waiting} is out of range")
+        self._runner = runner
+        self._max_batch = max_batch
+        self._wait_s = wait_s
+        self._max_waiting = max_waiting
+        self._queue: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
+        self._busy_since: float | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="rlsvc-policy", daemon=True)
+        self._thread.start()
+
+    async def act(self, observation: dict[str, np.ndarray], seed: int, step: int) -> Answer:
+        """One row's answer.
+
+        Args:
+            observation: by key an array [T, ...] that fits the contract.
+            seed: of this caller's randomness; the same seed and step give the same answer.
+            step: of the caller's episode.
+
+        Raises:
+            OverloadedError: too many rows wait, or the batcher is closed.
+            Exception: whatever the runner raised for this row.
+        """
+        if self._closed:
+            raise OverloadedError("the policy is shutting down")
+        if self._queue.qsize() >= self._max_waiting:
+            raise OverloadedError(f"{self._max_waiting} requests are already waiting for this policy")
+        loop = asyncio.get_running_loop()
+        row = _Row(observation, seed, step, loop.create_future(), loop)
+        self._queue.put(row)
+        return await row.future
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def busy_s(self) -> float:
+        """Seconds that the batch under way has taken so far, 0 between batches."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Answer what waits, then end the thread; waits at most `timeout_s` for it."""
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        expected = 1
+        while (rows := self._gather(expected)) is not None:
+            # A caller that gave up (closed socket, deadline) costs no work.
+            rows = [row for row in rows if not row.future.done()]
+            if rows:
+                self._busy_since = time.monotonic()
+                self._act(rows)
+                self._busy_since = None
+            expected = len(rows)
+
+    def _gather(self, expected: int) -> list[_Row] | None:
+        first = self._queue.get()
+        if first is None:
+            return None
+        rows = [first]
+        deadline = time.monotonic() + self._wait_s
+        while len(rows) < self._max_batch:
+            remaining = deadline - time.monotonic() if len(rows) < expected else 0.0
+            try:
+                row = self._queue.get(timeout=remaining) if remaining > 0 else self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if row is None:
+                self._queue.put(None)  # close: this batch is answered first
+                break
+            rows.append(row)
+        return rows
+
+    def _act(self, rows: list[_Row]) -> None:
+        start = time.monotonic()
+        try:
+            answers = self._call(rows, start)
+        except Exception as error:
+            if len(rows) == 1:
+                _deliver(rows[0], error)
+                return
+            # One row may have brought the whole batch down: the others must not pay for it.
+            for row in rows:
+                self._act([row])
+            return
+        for row, answer in zip(rows, answers, strict=True):
+            _deliver(row, answer)
+
+    def _call(self, rows: list[_Row], start: float) -> list[Answer]:
+        observation = {key: np.stack([row.observation[key] for row in rows]) for key in rows[0].observation}
+        seeds = np.array([row.seed for row in rows], np.int64)
+        steps = np.array([row.step for row in rows], np.int64)
+        chunk = self._runner.act(observation, seeds, steps)
+        model_s = time.monotonic() - start
+        contract = self._runner.contract
+        shape = (len(rows), contract.action_horizon, *contract.action.shape)
+        if chunk.action.shape != shape:
+            raise RuntimeError(f"the policy returned actions of shape {chunk.action.shape}, its contract says {shape}")
+        if not np.isfinite(chunk.action).all():
+            raise RuntimeError("the policy returned actions that are not finite")
+        return [Answer(chunk.action[i], chunk.version, start - row.since, model_s, len(rows)) for i, row in enumerate(rows)]
+
+
+def _deliver(row: _Row, result: Answer | Exception) -> None:
+    settle: Callable[[Any], None] = row.future.set_exception if isinstance(result, Exception) else row.future.set_result
+
+    def set_unless_given_up() -> None:
+        if not row.future.done():
+            settle(result)
+
+    # The loop may have closed under a request that was under way at shutdown: nobody waits for the answer then.
+    with contextlib.suppress(RuntimeError):
+        row.loop.call_soon_threadsafe(set_unless_given_up)

@@ -1,0 +1,125 @@
+"""One served policy, apart from any protocol: a request is checked, batched, acted on, counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from rlsvc.core.errors import ContractError
+from rlsvc.serve.batcher import Answer, Batcher, OverloadedError
+from rlsvc.serve.codec import ActRequest, Refusal
+from rlsvc.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from rlsvc.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Limits of a served policy.
+
+    Attributes:
+        max_body_bytes: of one request. uvicorn stops a WebSocket message at 16 MiB, so HTTP stops there too.
+        max_batch: most requests in one call of the policy.
+        batch_wait_s: longest that a request waits for others to join its batch.
+        max_waiting: requests waiting beyond which more are refused with 503.
+        deadline_s: longest that a request may take before it is answered with 504.
+        stuck_s: a batch that takes longer makes the replica unhealthy, and Serve replaces it.
+    """
+
+    max_body_bytes: int = 16 * 2**20
+    max_batch: int = 1
+    batch_wait_s: float = 0.002
+    max_waiting: int = 256
+    deadline_s: float = 30.0
+    stuck_s: float = 60.0
+
+
+class PolicyService:
+    """One policy under one name.
+
+    Attributes:
+        name: under which clients ask for it.
+        runner: the policy; `contract` and `version` are what clients see of it.
+        settings: the limits.
+        metrics: what was counted.
+    """
+
+    def __init__(self, name: str, runner: Runner, settings: ServeSettings, replica: str = "local") -> None:
+        """Take a runner that is loaded and warm."""
+        self.name = name
+        self.runner = runner
+        self.settings = settings
+        self.metrics = Metrics(replica, name, runner.version)
+        self._batcher = Batcher(
+            runner, max_batch=settings.max_batch, wait_s=settings.batch_wait_s, max_waiting=settings.max_waiting
+        )  # fmt: skip
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be acted on now."""
+        return self._batcher.alive and self._batcher.busy_s() < self.settings.stuck_s
+
+    def describe(self) -> dict[str, Any]:
+        """What a client must know before it sends an observation: plain JSON types."""
+        return {"name": self.name, "version": self.runner.version, "contract": self.runner.contract.to_json()}
+
+    async def act(self, request: ActRequest, *, transport: str, received: float) -> Answer:
+        """Check, act and count.
+
+        Args:
+            request: as decoded.
+            transport: "http" or "websocket", for the metrics.
+            received: `perf_counter()` when the first byte was there, so that decoding counts as wire time.
+
+        Raises:
+            Refusal: the observation does not fit the contract (422), too many requests wait (503), the policy did not answer
+                in time (504), or failed (500, with an id that is in the log beside the traceback).
+        """
+        try:
+            observation = self.runner.contract.check_observation(request.observation)
+        except ContractError as error:
+            raise Refusal(422, "observation", str(error)) from error
+        try:
+            async with asyncio.timeout(self.settings.deadline_s):
+                answer = await self._batcher.act(observation, request.seed, request.step or 0)
+        except OverloadedError as error:
+            raise Refusal(503, "overloaded", f"{error}; try again later") from error
+        except TimeoutError as error:
+            raise Refusal(504, "deadline", f"the policy did not answer within {self.settings.deadline_s:g} s") from error
+        except Exception as error:
+            raise internal_error(error) from error
+        wire_s = max(0.0, perf_counter() - received - answer.queue_s - answer.model_s)
+        self.metrics.answered(
+            transport, wire_s=wire_s, queue_s=answer.queue_s, model_s=answer.model_s, batch_size=answer.batch_size
+        )  # fmt: skip
+        return answer
+
+    def close(self) -> None:
+        """Answer what waits and end the thread."""
+        self._batcher.close()
+
+
+def internal_error(error: Exception) -> Refusal:
+    """Log a bug with its traceback under a new id, and give the client the id alone."""
+    request_id = uuid.uuid4().hex[:12]
+    logger.error("request %s failed", request_id, exc_info=error)
+    return Refusal(500, "internal", f"internal error; request id {request_id} is in the server's log")
+
+
+def timing(answer: Answer, received: float) -> dict[str, float]:
+    """Milliseconds since `received` (perf_counter), split as the metrics are."""
+    total, queue_ms, model_ms = (perf_counter() - received) * 1e3, answer.queue_s * 1e3, answer.model_s * 1e3
+    return {
+        "total_ms": total,
+        "queue_ms": queue_ms,
+        "model_ms": model_ms,
+        "wire_ms": max(0.0, total - queue_ms - model_ms),
+        "batch_size": answer.batch_size,
+    }
