@@ -1,7 +1,7 @@
 """What is kept beside a dataset so as not to be computed twice: statistics, and decoded video frames.
 
-Everything is keyed by the bytes that it was made from, so a dataset that changed never gets what belonged to the old one. A
-cache may be deleted at any time.
+Everything is keyed by the bytes that it was made from, so a dataset that changed never gets what belonged to the old
+one. A cache may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import numpy as np
 
 from rlsvc.core.errors import DatasetError
 from rlsvc.data.lerobot_meta import VideoSpan
+from rlsvc.data.normalize import Stats, compute_stats
 from rlsvc.data.video import count_frames, decode_frames
+from rlsvc.spec.data import DatasetSpec
 
 FOLDER = ".rlsvc"
 
@@ -36,7 +38,11 @@ def content_hash(path: str | Path) -> str:
     path = Path(path)
     if not path.exists():
         raise DatasetError(f"{path}: no such file or folder")
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and FOLDER not in p.relative_to(path).parts)
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(p for p in path.rglob("*") if p.is_file() and FOLDER not in p.relative_to(path).parts)
+    )
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         name = file.name if file == path else file.relative_to(path).as_posix()
@@ -69,6 +75,45 @@ def cache_folder(path: str | Path) -> Path:
     return folder
 
 
+def dataset_stats(dataset: DatasetSpec, keys: Sequence[str]) -> dict[str, Stats]:
+    """Statistics of these features over the episodes that the spec selects, from the cache where the data is unchanged.
+
+    Args:
+        dataset: path, and which tasks and episodes.
+        keys: names of numeric features; images and texts have no statistics here.
+
+    Raises:
+        DatasetError: as `load_table`.
+    """
+    from rlsvc.data.load import load_table
+
+    selection = {
+        "tasks": sorted(dataset.tasks or ()),
+        "episodes": sorted(dataset.episodes or ()),
+        "format": dataset.format,
+    }
+    selection["all"] = [dataset.tasks is None, dataset.episodes is None]
+    key = hashlib.blake2b(
+        f"{content_hash(dataset.path)} {json.dumps(selection, sort_keys=True)}".encode(), digest_size=16
+    )
+    path = cache_folder(dataset.path) / f"stats-{key.hexdigest()}.json"
+    known = _read_stats(path)
+    missing = [name for name in keys if name not in known]
+    if missing:
+        columns = load_table(dataset, missing).columns
+        known |= {name: compute_stats(column) for name, column in columns.items()}
+        write_json_atomically(path, {name: stats.to_json() for name, stats in known.items()})
+    return {name: known[name] for name in keys}
+
+
+def _read_stats(path: Path) -> dict[str, Stats]:
+    # What cannot be read is computed again: nothing but time is lost.
+    try:
+        return {name: Stats.from_json(value) for name, value in json.loads(path.read_text("utf-8")).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 def _writable(folder: Path) -> bool:
     # The mode is asked besides: root may write everywhere, and a data set marked read-only is to stay as it is.
     return bool(folder.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)) and os.access(folder, os.W_OK)
@@ -85,7 +130,9 @@ def write_json_atomically(path: Path, value: object) -> None:
 
 
 def cached_frames(dataset: Path, spans: Sequence[VideoSpan], shape: tuple[int, ...]) -> np.ndarray:
-    """The frames of these spans, end to end: [N, H, W, 3] uint8, read-only, mapped from the cache (decoded at first use).
+    """The frames of these spans, end to end: [N, H, W, 3] uint8, read-only, mapped from the cache.
+
+    They are decoded at the first use.
 
     Args:
         dataset: that the videos belong to, for its cache folder.
@@ -93,7 +140,7 @@ def cached_frames(dataset: Path, spans: Sequence[VideoSpan], shape: tuple[int, .
         shape: (H, W, 3) as declared.
 
     Raises:
-        DatasetError: a video cannot be read, has another number of frames than rows, or another size; or no room on disk.
+        DatasetError: a video cannot be read, has not one frame for each row, or another size; or no room on disk.
     """
     key = hashlib.blake2b(f"{shape}".encode(), digest_size=16)
     for span in spans:
@@ -108,10 +155,12 @@ def cached_frames(dataset: Path, spans: Sequence[VideoSpan], shape: tuple[int, .
 
 
 def _write_frames(path: Path, spans: Sequence[VideoSpan], shape: tuple[int, ...]) -> None:
-    """Decode into a .npy file, written frame by frame (a full disk is then an error, where a memory map would crash)."""
+    """Decode into a .npy file, written frame by frame (where a memory map crashes, a full disk is an error)."""
     for file, total in {span.path: span.total for span in spans}.items():
         if (got := count_frames(file)) != total:
-            raise DatasetError(f"{file}: {got} frames, but {total} rows in the data; copy the video again or leave the camera out")
+            raise DatasetError(
+                f"{file}: {got} frames, but {total} rows in the data; copy the video again or leave the camera out"
+            )
     starts = np.cumsum([0, *(span.length for span in spans)])
     size = int(np.prod(shape))
     needed = int(starts[-1]) * size
@@ -137,7 +186,9 @@ def _write_frames(path: Path, spans: Sequence[VideoSpan], shape: tuple[int, ...]
                 _write_file(file, places, shape, out)
         temporary.replace(path)
     except OSError as error:
-        raise DatasetError(f"{path.parent}: decoded video cannot be written ({error.strerror or error}); make room or set RLSVC_CACHE") from error
+        raise DatasetError(
+            f"{path.parent}: decoded video cannot be written ({error.strerror or error}); make room or set RLSVC_CACHE"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -141,7 +141,9 @@ def replay_buffer(
     columns = _pusht_columns(path, arrays) if pusht else _columns(path, arrays)
     if "action" not in columns:
         reason = "".join(f"; '{name}': {why}" for name, why in (absent or {}).items())
-        raise DatasetError(f"{path}: no array 'action' (or 'actions'); it has: {', '.join(sorted(arrays)) or 'none'}{reason}")
+        raise DatasetError(
+            f"{path}: no array 'action' (or 'actions'); it has: {', '.join(sorted(arrays)) or 'none'}{reason}"
+        )
     if fps is None:
         fps = float(np.asarray(small["fps"]).item()) if "fps" in small else PUSHT_FPS if pusht else None
     if fps is None or not fps > 0:
@@ -149,7 +151,9 @@ def replay_buffer(
             f"{path}: the control rate is not known (no array 'fps'). "
             "Import it with its rate: rlsvc dataset import SRC DST --fps RATE"
         )
-    return ReplayBufferSource(path, format, fps, columns, arrays, ends, _prompts(path, small, len(ends), pusht), dict(absent or {}))
+    return ReplayBufferSource(
+        path, format, fps, columns, arrays, ends, _prompts(path, small, len(ends), pusht), dict(absent or {})
+    )
 
 
 def _episode_ends(path: Path, arrays: Mapping[str, Array], small: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -158,7 +162,9 @@ def _episode_ends(path: Path, arrays: Mapping[str, Array], small: Mapping[str, n
         raise DatasetError(f"{path}: no array 'episode_ends', so where an episode ends is not known; it has: {names}")
     ends = np.asarray(small["episode_ends"])
     if ends.ndim != 1 or ends.dtype.kind not in "iu" or not len(ends) or (np.diff(ends, prepend=0) <= 0).any():
-        raise DatasetError(f"{path}: 'episode_ends' must be rising whole numbers, got {ends.dtype} {ends.shape}: {str(ends)[:80]}")
+        raise DatasetError(
+            f"{path}: 'episode_ends' must be rising whole numbers, got {ends.dtype} {ends.shape}: {str(ends)[:80]}"
+        )
     for name, array in arrays.items():
         if not array.shape or array.shape[0] != ends[-1]:
             raise DatasetError(
@@ -175,7 +181,9 @@ def _prompts(path: Path, small: Mapping[str, np.ndarray], episodes: int, pusht: 
             if len(texts) == 1:
                 return texts * episodes
             if len(texts) != episodes:
-                raise DatasetError(f"{path}: '{name}' has {len(texts)} texts, expected one, or one for each of {episodes} episodes")
+                raise DatasetError(
+                    f"{path}: '{name}' has {len(texts)} texts, expected one, or one for each of {episodes} episodes"
+                )
             return texts
     return [PUSHT_TASK if pusht else ""] * episodes
 
@@ -231,7 +239,9 @@ def _image_column(path: Path, name: str, array: Array) -> Column:
     def to_bytes(block: np.ndarray) -> np.ndarray:
         if block.dtype == np.uint8:
             return block
-        pixels = block.astype(np.uint8) if np.isfinite(block).all() and block.min() >= 0 and block.max() <= 255 else None
+        pixels = (
+            block.astype(np.uint8) if np.isfinite(block).all() and block.min() >= 0 and block.max() <= 255 else None
+        )
         if pixels is None or not np.array_equal(pixels, block):
             raise DatasetError(
                 f"{path}: image '{name}' is {block.dtype} from {block.min():g} to {block.max():g}, "

@@ -124,14 +124,16 @@ class LeRobotSource:
         wrong = np.flatnonzero(frame[order] != np.arange(len(rows)))
         if len(wrong):
             raise DatasetError(
-                f"{path}: frame_index of episode {episode.index} has {frame[order][wrong[0]]} where {wrong[0]} is due, so frames "
-                "are lost or doubled and the order is not known; record it again or select `episodes` without it"
+                f"{path}: frame_index of episode {episode.index} has {frame[order][wrong[0]]} where {wrong[0]} "
+                "is due, so frames are lost or doubled and the order is not known; record it again or select `episodes` without it"
             )
         return rows[order]
 
     def _prompt(self, path: Path, task_index: int) -> str:
         if task_index not in self.meta.tasks:
-            raise DatasetError(f"{path}: task_index {task_index} is not in meta/tasks; it has: {sorted(self.meta.tasks)}")
+            raise DatasetError(
+                f"{path}: task_index {task_index} is not in meta/tasks; it has: {sorted(self.meta.tasks)}"
+            )
         return self.meta.tasks[task_index]
 
     def _read_video(self, camera: str, episodes: Sequence[int]) -> np.ndarray:
@@ -145,6 +147,12 @@ class LeRobotSource:
                     f"Copy it again, leave '{camera}' out of the observation, or select `episodes` without it"
                 )
             spans.append(span)
+        for path in dict.fromkeys(span.path for span in spans):
+            if (gap := self.meta.video_gap(camera, path)) is not None:
+                raise DatasetError(
+                    f"{path}: meta/episodes says that no episode begins at frame {gap} (from_timestamp x fps), "
+                    f"though episodes lie end to end; which frames are whose is not known. Mend from_timestamp, or leave '{camera}' out"
+                )
         return cached_frames(self.path, spans, self.features[camera].shape)
 
 
@@ -157,7 +165,9 @@ def _to_numpy(path: Path, key: str, column: Any, feature: Feature, root: Path) -
     import pyarrow as pa
 
     if column.null_count:
-        raise DatasetError(f"{path}: column '{key}' has {column.null_count} empty rows; fill them or leave the column out")
+        raise DatasetError(
+            f"{path}: column '{key}' has {column.null_count} empty rows; fill them or leave the column out"
+        )
     array = column.combine_chunks()
     if feature.is_image:
         return np.stack([_decode_image(path, key, cell, feature.shape, root) for cell in array.to_pylist()])
@@ -172,7 +182,8 @@ def _to_numpy(path: Path, key: str, column: Any, feature: Feature, root: Path) -
     shape = (rows, *feature.shape)
     if values.size != np.prod(shape, dtype=np.int64):
         raise DatasetError(
-            f"{path}: column '{key}' has {values.size} numbers in {rows} rows, meta/info.json declares shape {list(feature.shape)}"
+            f"{path}: column '{key}' has {values.size} numbers in {rows} rows, "
+            f"meta/info.json declares shape {list(feature.shape)}"
         )
     return values.reshape(shape).astype(feature.dtype, copy=False)
 

@@ -66,6 +66,18 @@ class LeRobotMeta:
         """Features that are stored as video."""
         return [key for key, feature in self.declared.items() if feature.get("dtype") == "video"]
 
+    def video_gap(self, camera: str, path: Path) -> int | None:
+        """The first frame of a video file at which an episode should begin and none does, or None."""
+        spans = [
+            e.videos[camera] for e in self.episodes.values() if camera in e.videos and e.videos[camera].path == path
+        ]
+        due = 0
+        for span in sorted(spans, key=lambda span: span.first):
+            if span.first != due:
+                return due
+            due += span.length
+        return None
+
 
 def read_meta(root: Path) -> LeRobotMeta:
     """Read meta/.
@@ -86,7 +98,9 @@ def read_meta(root: Path) -> LeRobotMeta:
     try:
         tasks, episodes = read(root, info)
     except (KeyError, TypeError, IndexError) as error:
-        raise DatasetError(f"{root / 'meta'}: does not follow LeRobot {version} ({type(error).__name__}: {error})") from error
+        raise DatasetError(
+            f"{root / 'meta'}: does not follow LeRobot {version} ({type(error).__name__}: {error})"
+        ) from error
     if not episodes:
         raise DatasetError(f"{root}: no episodes in meta/")
     return LeRobotMeta(root, version, float(fps), declared, tasks, episodes, info)
@@ -154,8 +168,8 @@ def _read_v2(root: Path, info: Mapping[str, Any]) -> tuple[dict[int, str], dict[
 def resolve(root: Path, name: str) -> Path:
     """The file that a v2 path template names, or the one file of that name in another chunk folder.
 
-    Some exporters write `chunk-{episode_index:03d}` into data_path where they mean the chunk, so that the template names
-    a folder that is not there.
+    Some exporters write `chunk-{episode_index:03d}` into data_path where they mean the chunk, so that the template
+    names a folder that is not there.
     """
     path = root / name
     if path.exists():
@@ -202,7 +216,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise DatasetError(f"{path}: no such file; the dataset is incomplete, copy it again") from error
     except (OSError, ValueError) as error:
-        raise DatasetError(f"{path}: not readable as JSON ({error}); it is truncated or damaged, copy it again") from error
+        raise DatasetError(
+            f"{path}: not readable as JSON ({error}); it is truncated or damaged, copy it again"
+        ) from error
     if not isinstance(value, dict):
         raise DatasetError(f"{path}: got a JSON {type(value).__name__}, expected an object")
     return value
@@ -226,7 +242,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
-                raise DatasetError(f"{path}: line {number} is not JSON ({error}); it is truncated or damaged, copy it again") from error
+                raise DatasetError(
+                    f"{path}: line {number} is not JSON ({error}); it is truncated or damaged, copy it again"
+                ) from error
     return rows
 
 
@@ -270,9 +288,11 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
 
 def _damaged(path: Path, error: Exception) -> DatasetError:
     if not path.exists():
-        return DatasetError(f"{path}: no such file; the dataset is incomplete, copy it again or select `episodes` without it")
+        return DatasetError(
+            f"{path}: no such file; the dataset is incomplete, copy it again or select `episodes` without it"
+        )
     first_line = str(error).partition("\n")[0]
     return DatasetError(
-        f"{path}: not readable as parquet ({first_line}); the file of {path.stat().st_size} bytes is truncated or damaged. "
-        "Copy it again, or select `episodes` without it"
+        f"{path}: not readable as parquet ({first_line}); the file of {path.stat().st_size} bytes is truncated "
+        "or damaged. Copy it again, or select `episodes` without it"
     )

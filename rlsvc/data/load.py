@@ -23,14 +23,14 @@ def load_table(dataset: DatasetSpec, keys: Sequence[str] | None = None) -> Episo
 
     Args:
         dataset: path, format, and which tasks and episodes.
-        keys: feature names; "task" is always there and may be named. None takes every feature that can be read; what the
-            dataset declares and does not have is then logged and left out.
+        keys: feature names; "task" is always there and may be named. None takes every feature that can be read; what
+            the dataset declares and does not have is then logged and left out.
 
     Returns:
         Floating columns as float32, images as uint8 (H, W, C).
 
     Raises:
-        DatasetError: not a dataset, damaged, a feature or episode or task that it has not, or numbers that are not finite.
+        DatasetError: not a dataset, damaged, numbers that are not finite, or a feature, episode or task that it has not.
     """
     source = open_source(dataset.path, dataset.format)
     names = _names(source, keys)
@@ -84,7 +84,9 @@ def detect_format(path: Path) -> str:
         return found
     inside = datasets_inside(path)
     if inside:
-        raise DatasetError(f"{path}: not a dataset itself; it holds {', '.join(p.name for p in inside)}: name one of them")
+        raise DatasetError(
+            f"{path}: not a dataset itself; it holds {', '.join(p.name for p in inside)}: name one of them"
+        )
     what = "a file" if path.is_file() else "a folder"
     raise DatasetError(
         f"{path}: {what} that is not a dataset. Expected a LeRobot folder (meta/info.json), a zarr replay buffer "
@@ -129,7 +131,9 @@ def select_episodes(source: Source, dataset: DatasetSpec) -> list[int]:
                 choices = sorted(set(tasks))
                 guess = nearest(task, choices)
                 hint = f" Did you mean '{guess}'?" if guess else ""
-                raise DatasetError(f"{source.path}: no episode has the task '{task}'.{hint} There are: {'; '.join(choices)}")
+                raise DatasetError(
+                    f"{source.path}: no episode has the task '{task}'.{hint} There are: {'; '.join(choices)}"
+                )
         ids = [episode for episode, task in zip(ids, tasks, strict=True) if task in dataset.tasks]
     if not ids:
         raise DatasetError(f"{source.path}: no episode is selected")
@@ -159,7 +163,7 @@ def _refuse_not_finite(source: Source, table: EpisodeTable, episodes: Sequence[i
         place = int(np.searchsorted(table.episode_ends, bad[0], side="right"))
         episode, row = episodes[place], int(bad[0] - table.episode_starts[place])
         raise DatasetError(
-            f"{source.file_of(episode)}: '{key}' is not finite in {len(bad)} rows, first in episode {episode}, row {row}: "
-            f"{np.array2string(column[bad[0]].ravel(), max_line_width=200, threshold=12)}. "
+            f"{source.file_of(episode)}: '{key}' is not finite in {len(bad)} rows, first in episode {episode}, "
+            f"row {row}: {np.array2string(column[bad[0]].ravel(), max_line_width=200, threshold=12)}. "
             "Mend the rows, leave the column out, or select `episodes` without them"
         )

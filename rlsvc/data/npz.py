@@ -44,6 +44,8 @@ def open_npz(path: Path, fps: float | None = None) -> ReplayBufferSource:
     """
     data = read_arrays(path)
     steps = {name: array for name, array in data.items() if name not in BOOKKEEPING}
-    arrays = {name: Array(array.shape, array.dtype, lambda start, end, a=array: a[start:end]) for name, array in steps.items()}
+    arrays = {
+        name: Array(array.shape, array.dtype, lambda start, end, a=array: a[start:end]) for name, array in steps.items()
+    }
     small = {name: array for name, array in data.items() if name in BOOKKEEPING}
     return replay_buffer(path, "npz replay buffer", arrays, small, fps)

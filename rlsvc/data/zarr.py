@@ -33,10 +33,18 @@ def open_zarr(path: Path, fps: float | None = None) -> ReplayBufferSource:
         array = data[name]
         # zarr gives the fill value, without a word, for a chunk that is not on disk.
         if array.nchunks_initialized < array.nchunks:
-            absent[name] = f"{array.nchunks - array.nchunks_initialized} of {array.nchunks} chunks are missing; copy it again"
+            absent[name] = (
+                f"{array.nchunks - array.nchunks_initialized} of {array.nchunks} chunks are missing; copy it again"
+            )
             continue
-        arrays[name] = Array(array.shape, np.dtype(array.dtype), lambda start, end, a=array, n=name: _block(path, n, a, start, end))
-    small = {name: _block(path, name, meta[name], 0, meta[name].shape[0]) for name in meta.array_keys() if name in BOOKKEEPING}
+        arrays[name] = Array(
+            array.shape, np.dtype(array.dtype), lambda start, end, a=array, n=name: _block(path, n, a, start, end)
+        )
+    small = {
+        name: _block(path, name, meta[name], 0, meta[name].shape[0])
+        for name in meta.array_keys()
+        if name in BOOKKEEPING
+    }
     return replay_buffer(path, "zarr replay buffer", arrays, small, fps, absent)
 
 
@@ -45,4 +53,6 @@ def _block(path: Path, name: str, array: Any, start: int, end: int) -> np.ndarra
     try:
         return np.asarray(array[start:end])
     except (RuntimeError, ValueError, OSError) as error:
-        raise DatasetError(f"{path}: steps {start} to {end} of '{name}' are not readable ({error}); copy the dataset again") from error
+        raise DatasetError(
+            f"{path}: steps {start} to {end} of '{name}' are not readable ({error}); copy the dataset again"
+        ) from error
