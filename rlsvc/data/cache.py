@@ -14,6 +14,7 @@ import stat
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -193,7 +194,7 @@ def _write_frames(path: Path, spans: Sequence[VideoSpan], shape: tuple[int, ...]
         temporary.unlink(missing_ok=True)
 
 
-def _write_file(file: Path, places: dict[int, int], shape: tuple[int, ...], out) -> None:
+def _write_file(file: Path, places: dict[int, int], shape: tuple[int, ...], out: BinaryIO) -> None:
     missing = len(places)
     for index, frame in enumerate(decode_frames(file)):
         if index not in places:

@@ -1,7 +1,7 @@
 """What is wrong with a dataset, and whether it can be used all the same.
 
-`check_path` reads what is really there (never only the metadata) and gives one `Report` for each dataset. Severities: an
-error makes the dataset unusable as it stands; a warning is something that a user must know, and that rlsvc handles
+`check_path` reads what is really there (never only the metadata) and gives one `Report` for each dataset. Severities:
+an error makes the dataset unusable as it stands; a warning is something that a user must know, and that rlsvc handles
 rightly or refuses when asked for it; a note is worth knowing.
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from rlsvc.core.errors import DatasetError
 from rlsvc.core.types import EpisodeTable
+from rlsvc.data.lerobot import LeRobotSource
 from rlsvc.data.load import datasets_inside, detect_format, open_source
 from rlsvc.data.rlds import is_rlds
 from rlsvc.data.source import Source
@@ -143,7 +144,7 @@ def check_dataset(path: Path, *, deep: bool = False) -> Report:
     table, episodes = read_what_can_be_read(source, numbers, report)
     if table is not None:
         report.findings.extend(check_table(table, episodes, source))
-    if format == "lerobot":
+    if isinstance(source, LeRobotSource):
         from rlsvc.data.check_lerobot import check_lerobot
 
         try:
@@ -158,7 +159,7 @@ def check_dataset(path: Path, *, deep: bool = False) -> Report:
 
 def _images(source: Source) -> Iterator[Finding]:
     """Images that are stored as arrays or picture files (videos: `check_lerobot`)."""
-    videos = getattr(getattr(source, "meta", None), "cameras", ())
+    videos = source.meta.cameras if isinstance(source, LeRobotSource) else ()
     for key, feature in source.features.items():
         for episode in source.episode_ids if feature.is_image and key not in videos else ():
             try:

@@ -27,12 +27,13 @@ def check_stats(source: LeRobotSource, table: EpisodeTable, episodes: Sequence[i
     if not path.exists():
         yield Finding("warning", "statistics", where, "no file", "statistics of every feature", NOT_USED)
         return
+    # By episode, or under None for the whole dataset.
+    stats: dict[int | None, dict[str, Any]] = {}
     try:
-        stats = (
-            {int(row["episode_index"]): row["stats"] for row in read_json_lines(path)}
-            if name.endswith("jsonl")
-            else {None: read_json(path)}
-        )
+        if meta.version == "v2.1":
+            stats |= {int(row["episode_index"]): row["stats"] for row in read_json_lines(path)}
+        else:
+            stats[None] = read_json(path)
     except (DatasetError, KeyError, TypeError) as error:
         yield Finding("warning", "statistics", where, f"not readable: {error}", "statistics of every feature", NOT_USED)
         return
@@ -40,7 +41,9 @@ def check_stats(source: LeRobotSource, table: EpisodeTable, episodes: Sequence[i
     whole = len(episodes) == len(meta.episodes)
     if None in stats and not whole:
         return
-    rows = {None: table.columns} if None in stats else {e: table.episode(i) for i, e in enumerate(episodes)}
+    rows: dict[int | None, dict[str, np.ndarray]] = {None: table.columns}
+    if None not in stats:
+        rows = {e: table.episode(i) for i, e in enumerate(episodes)}
     lacking = [episode for episode in rows if episode not in stats]
     if lacking:
         yield Finding("warning", "statistics", where, f"no episodes {some(lacking)}", "every episode", NOT_USED)

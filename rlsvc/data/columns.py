@@ -65,21 +65,14 @@ class ReplayBufferSource:
     episode_ends: np.ndarray
     prompts: list[str]
     absent: dict[str, str] = field(default_factory=dict)
+    features: dict[str, Feature] = field(init=False)
+    episode_ids: list[int] = field(init=False)
+    num_steps: int = field(init=False)
 
-    @property
-    def features(self) -> dict[str, Feature]:
-        """By column name what one step has."""
-        return {name: column.feature for name, column in self.columns.items()}
-
-    @property
-    def episode_ids(self) -> list[int]:
-        """0 to E - 1."""
-        return list(range(len(self.episode_ends)))
-
-    @property
-    def num_steps(self) -> int:
-        """N."""
-        return int(self.episode_ends[-1])
+    def __post_init__(self) -> None:
+        self.features = {name: column.feature for name, column in self.columns.items()}
+        self.episode_ids = list(range(len(self.episode_ends)))
+        self.num_steps = int(self.episode_ends[-1])
 
     def episode_tasks(self, episodes: Sequence[int]) -> list[str]:
         """The prompt of each of these episodes."""

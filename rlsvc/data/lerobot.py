@@ -125,7 +125,8 @@ class LeRobotSource:
         if len(wrong):
             raise DatasetError(
                 f"{path}: frame_index of episode {episode.index} has {frame[order][wrong[0]]} where {wrong[0]} "
-                "is due, so frames are lost or doubled and the order is not known; record it again or select `episodes` without it"
+                "is due, so frames are lost or doubled and their order is not known; record it again "
+                "or select `episodes` without it"
             )
         return rows[order]
 
@@ -151,7 +152,8 @@ class LeRobotSource:
             if (gap := self.meta.video_gap(camera, path)) is not None:
                 raise DatasetError(
                     f"{path}: meta/episodes says that no episode begins at frame {gap} (from_timestamp x fps), "
-                    f"though episodes lie end to end; which frames are whose is not known. Mend from_timestamp, or leave '{camera}' out"
+                    "though episodes lie end to end; which frames are whose is not known. "
+                    f"Mend from_timestamp, or leave '{camera}' out"
                 )
         return cached_frames(self.path, spans, self.features[camera].shape)
 

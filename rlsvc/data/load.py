@@ -30,9 +30,13 @@ def load_table(dataset: DatasetSpec, keys: Sequence[str] | None = None) -> Episo
         Floating columns as float32, images as uint8 (H, W, C).
 
     Raises:
-        DatasetError: not a dataset, damaged, numbers that are not finite, or a feature, episode or task that it has not.
+        DatasetError: not a dataset, damaged, numbers that are not finite, or a feature, episode or task that it lacks.
     """
-    source = open_source(dataset.path, dataset.format)
+    return load_source(open_source(dataset.path, dataset.format), dataset, keys)
+
+
+def load_source(source: Source, dataset: DatasetSpec, keys: Sequence[str] | None = None) -> EpisodeTable:
+    """As `load_table`, of a source that is open already."""
     names = _names(source, keys)
     episodes = select_episodes(source, dataset)
     table = source.read(names, episodes)

@@ -100,25 +100,29 @@ def read_records(path: Path) -> Iterator[RawEpisode]:
 
 def _example(data: memoryview) -> RawEpisode:
     episode: RawEpisode = {}
-    for number, features in _fields(data):
-        for _, entry in _fields(features) if number == 1 else ():
-            parts = dict(_fields(entry))
-            episode[bytes(parts[1]).decode()] = _feature(parts[2])
+    for features in _messages(data, 1):
+        for entry in _messages(features, 1):
+            (key,), (value,) = _messages(entry, 1), _messages(entry, 2)
+            episode[bytes(key).decode()] = _feature(value)
     return episode
 
 
 def _feature(data: memoryview) -> list[bytes] | np.ndarray:
     """bytes_list (1), float_list (2) or int64_list (3); numbers are packed or not."""
-    for number, values in _fields(data):
-        if number == 1:
-            return [bytes(value) for _, value in _fields(values)]
-        if number == 2:
-            return np.frombuffer(b"".join(bytes(value) for _, value in _fields(values)), "<f4")
-        integers: list[int] = []
+    for values in _messages(data, 1):
+        return [bytes(value) for value in _messages(values, 1)]
+    for values in _messages(data, 2):
+        return np.frombuffer(b"".join(bytes(value) for value in _messages(values, 1)), "<f4")
+    integers: list[int] = []
+    for values in _messages(data, 3):
         for _, value in _fields(values):
             integers.extend([value] if isinstance(value, int) else _varints(value))
-        return np.asarray(integers, np.uint64).astype(np.int64)
-    return []
+    return np.asarray(integers, np.uint64).astype(np.int64)
+
+
+def _messages(data: memoryview, number: int) -> list[memoryview]:
+    """The fields of this number, which must not be plain integers."""
+    return [value for got, value in _fields(data) if got == number and not isinstance(value, int)]
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, memoryview | int]]:

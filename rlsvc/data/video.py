@@ -17,12 +17,16 @@ def count_frames(path: Path) -> int:
         DatasetError: not a readable video.
     """
     import av
+    from av.error import FFmpegError
 
+    count = 0
     try:
         with av.open(str(path)) as container:
-            return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
-    except (av.FFmpegError, IndexError) as error:
+            for packet in container.demux(container.streams.video[0]):
+                count += packet.size > 0
+    except (FFmpegError, IndexError) as error:
         raise _damaged(path, error) from error
+    return count
 
 
 def decode_frames(path: Path) -> Iterator[np.ndarray]:
@@ -32,13 +36,14 @@ def decode_frames(path: Path) -> Iterator[np.ndarray]:
         DatasetError: not a readable video, or damaged part of the way.
     """
     import av
+    from av.error import FFmpegError
 
     try:
         with av.open(str(path)) as container:
             container.streams.video[0].thread_type = "AUTO"
             for frame in container.decode(video=0):
                 yield frame.to_ndarray(format="rgb24")
-    except (av.FFmpegError, IndexError) as error:
+    except (FFmpegError, IndexError) as error:
         raise _damaged(path, error) from error
 
 

@@ -24,7 +24,7 @@ def open_zarr(path: Path, fps: float | None = None) -> ReplayBufferSource:
     import zarr
 
     try:
-        root = zarr.open_group(str(path), mode="r")
+        root: Any = zarr.open_group(str(path), mode="r")
         data, meta = root["data"], root["meta"]
     except (KeyError, ValueError, OSError) as error:
         raise DatasetError(f"{path}: not a zarr replay buffer with the groups 'data' and 'meta' ({error})") from error
