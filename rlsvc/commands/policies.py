@@ -28,7 +28,9 @@ def list_policies(root: Root = "runs", store: Store = None) -> None:
         aliases = ", ".join(f"{alias} -> {version.version}" for version in versions for alias in version.aliases)
         table.add_row(name, str(len(versions)), _date(versions[-1].created) if versions else "", aliases)
     console = Console()
-    console.print(table if table.row_count else f"No policies in {registry.uri}. A training run registers its best bundle.")
+    console.print(
+        table if table.row_count else f"No policies in {registry.uri}. A training run registers its best bundle."
+    )
 
 
 @app.command()

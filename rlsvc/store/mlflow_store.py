@@ -87,8 +87,9 @@ def open_store(uri: str) -> MlflowClient:
             return client
     except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each raise their own kind here
         raise TrackingError(
-            f"MLflow store {uri} cannot be used: {_first_line(error)}. Set tracking.mlflow_uri or MLFLOW_TRACKING_URI to a "
-            "store that works (sqlite:///file.db, http://host:port), or leave mlflow out of tracking.trackers"
+            f"MLflow store {uri} cannot be used: {_first_line(error)}. Set tracking.mlflow_uri or "
+            "MLFLOW_TRACKING_URI to a store that works (sqlite:///file.db, http://host:port), or leave "
+            "mlflow out of tracking.trackers"
         ) from error
 
 

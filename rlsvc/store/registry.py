@@ -1,7 +1,7 @@
 """The model registry: a policy bundle as a version of a named model in MLflow.
 
-On a SQLite store the bundle's files are hard links under the store's artifact folder: no second copy of the weights, and a
-version stays usable when its run folder is deleted or its checkpoints are thinned out. A remote store gets an upload.
+On a SQLite store the bundle's files are hard links under the store's artifact folder: no second copy of the weights,
+and a version stays usable when its run folder is deleted or its checkpoints are thinned out. A remote store gets an upload.
 """
 
 from __future__ import annotations
@@ -125,12 +125,14 @@ class Registry:
             SpecError: the alias cannot be one (MLflow reserves `latest` and `v1`, `v2`, ...).
         """
         if not ALIAS.match(alias):
-            raise SpecError(f"alias '{alias}': expected a letter, then letters, digits, '_' or '-'; not 'latest', not 'v<number>'")
+            raise SpecError(
+                f"alias '{alias}': expected a letter, then letters, digits, '_' or '-'; not 'latest', not 'v<number>'"
+            )
         self._version(name, str(version))
         self._client.set_registered_model_alias(name, alias, str(version))
 
     def resolve(self, target: str) -> Path:
-        """The folder of the bundle that `models:/name@alias`, `models:/name/3` or `models:/name/latest` means, verified.
+        """The verified folder of the bundle that `models:/name@alias`, `models:/name/3` or `models:/name/latest` means.
 
         Raises:
             NotFoundError: no such policy, version or alias.
@@ -149,9 +151,13 @@ class Registry:
             version = self._version(name, match["version"])
         path = self._folder(version)
         if not path.is_dir():
-            raise BundleError(f"{target}: version {version.version} lies at {path}, which is gone. Promote another version")
+            raise BundleError(
+                f"{target}: version {version.version} lies at {path}, which is gone. Promote another version"
+            )
         if (got := read_bundle(path).id) != version.bundle:
-            raise BundleError(f"{target}: {path} holds bundle {got[:12]}, but {version.bundle[:12]} was registered there")
+            raise BundleError(
+                f"{target}: {path} holds bundle {got[:12]}, but {version.bundle[:12]} was registered there"
+            )
         return path
 
     def _model(self, name: str) -> Any:
@@ -176,7 +182,9 @@ class Registry:
         root = artifact_root(self.uri)
         if root is None:
             if not run_id:
-                raise SpecError(f"{self.uri} keeps artifacts by run: registering a bundle there needs the id of an MLflow run")
+                raise SpecError(
+                    f"{self.uri} keeps artifacts by run: registering a bundle there needs the id of an MLflow run"
+                )
             folder = f"bundles/{bundle_id[:16]}"
             self._client.log_artifacts(run_id, str(bundle), artifact_path=folder)
             return f"{self._client.get_run(run_id).info.artifact_uri}/{folder}"
@@ -184,7 +192,7 @@ class Registry:
         if not target.exists():
             temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.copytree(bundle, temporary, copy_function=_link_or_copy)
+            link_tree(bundle, temporary)
             try:
                 temporary.rename(target)
             except OSError:  # another process registered the same bundle in between
@@ -199,7 +207,9 @@ class Registry:
             return Path(unquote(parsed.path))
         from mlflow.artifacts import download_artifacts
 
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsvc" / "bundles" / version.bundle[:16]
+        cache = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsvc" / "bundles" / version.bundle[:16]
+        )
         if not cache.is_dir():
             temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
             temporary.mkdir(parents=True)
@@ -227,6 +237,11 @@ def resolve(target: str, *, root: str | Path = "runs", uri: str | None = None) -
     if not path.is_dir():
         raise NotFoundError(f"'{target}': expected the folder of a policy bundle, or models:/name@alias")
     return path
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Copies a folder as hard links: no second copy on disk, and neither goes when the other is deleted."""
+    shutil.copytree(source, target, copy_function=_link_or_copy)
 
 
 def _link_or_copy(source: str, target: str) -> str:

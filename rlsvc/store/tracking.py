@@ -59,7 +59,7 @@ class RunTracker:
         self._trackers: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(run_dir / "metrics.jsonl"), **trackers}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs scalars (floats, numpy or JAX scalars). Non-finite ones are left out; `tracking/nonfinite` counts them."""
+        """Logs scalars (float, numpy or JAX). Those not finite are left out, and counted in `tracking/nonfinite`."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):
@@ -88,7 +88,9 @@ class RunTracker:
             except Exception as error:  # a tracker is a third party's code over a network; training outlives it
                 self.failures[name] += 1
                 if self.failures[name] == 1:
-                    log.warning("%s fails, training goes on without it for now: %s: %s", name, type(error).__name__, error)
+                    log.warning(
+                        "%s fails, training goes on without it for now: %s: %s", name, type(error).__name__, error
+                    )
 
 
 def make_tracker(spec: RunSpec, run_dir: Path, resume: bool) -> RunTracker:
@@ -121,7 +123,7 @@ def make_tracker(spec: RunSpec, run_dir: Path, resume: bool) -> RunTracker:
 
 
 class JsonlTracker:
-    """`metrics.jsonl`: one JSON object a line, {"step", "time" (unix s), metrics...}, each written with one system call.
+    """`metrics.jsonl`: a JSON object a line, {"step", "time" (unix s), metrics...}, each written with one system call.
 
     What was logged survives a SIGKILL. A line that a full disk cut short is ended before the next one.
     """
@@ -152,7 +154,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of a `metrics.jsonl`, one a step in order of steps; metrics of one step are merged, the later one wins.
+    """The records of a `metrics.jsonl`, one a step in order of steps; of a metric logged twice the later value counts.
 
     A resumed run may log steps anew that it had logged before it was killed; a line cut short is left out.
     """
@@ -200,8 +202,9 @@ class MlflowTracker:
                 client.update_run(ids["run_id"], status="RUNNING")
             except Exception as error:  # an unknown id, or a store that stopped answering; the message carries it
                 raise TrackingError(
-                    f"MLflow store {uri} does not know run {ids['run_id']} of {run_dir} ({error}). It was made in {ids['uri']}: "
-                    "set tracking.mlflow_uri to that, or delete tracking.json in the run folder to begin a new MLflow run"
+                    f"MLflow store {uri} does not know run {ids['run_id']} of {run_dir} ({error}). It was made in "
+                    f"{ids['uri']}: set tracking.mlflow_uri to that, or delete tracking.json in the run folder to "
+                    "begin a new MLflow run"
                 ) from error
             return cls(client, {"uri": uri, "run_id": ids["run_id"]})
         tags = {"rlsvc.run_dir": str(run_dir.absolute()), "rlsvc.group": spec.group or ""}
@@ -303,8 +306,8 @@ class WandbTracker:
             )  # fmt: skip
         except Exception as error:  # wandb raises its own kinds, and its service's
             raise TrackingError(
-                f"W&B cannot start ({spec.tracking.wandb_mode}): {error}. Log in with `wandb login`, set tracking.wandb_mode=offline, "
-                "or leave wandb out of tracking.trackers"
+                f"W&B cannot start ({spec.tracking.wandb_mode}): {error}. Log in with `wandb login`, set "
+                "tracking.wandb_mode=offline, or leave wandb out of tracking.trackers"
             ) from error
         # W&B refuses a step that goes backwards, which a resumed run does; an axis of our own has no such rule.
         self._run.define_metric("step")

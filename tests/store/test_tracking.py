@@ -90,7 +90,11 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run_and_tags_what_changed(root
     assert second.run_id == first.run_id
     assert mlflow_history(root, first.run_id, "train/loss") == [(1, 1.0), (2, 0.5)]
     run = open_store(store_uri(root)).get_run(first.run_id)
-    assert (run.info.status, run.data.params["total_steps"], run.data.tags["resumed.total_steps"]) == ("FINISHED", "10", "20")
+    assert (run.info.status, run.data.params["total_steps"], run.data.tags["resumed.total_steps"]) == (
+        "FINISHED",
+        "10",
+        "20",
+    )
     assert second.failures["mlflow"] == 0
 
 
@@ -140,8 +144,8 @@ def test_a_tracker_that_fails_in_mid_run_warns_once_is_counted_and_does_not_stop
 
 def test_metrics_of_a_store_that_was_away_for_a_while_arrive_when_it_is_back():
     class Client:
-        away = True
-        got: list = []
+        def __init__(self):
+            self.away, self.got = True, []
 
         def log_batch(self, run_id, metrics):
             if self.away:
@@ -279,13 +283,16 @@ def wandb_records(data: bytes) -> list[bytes]:
 
 def test_tracking_without_mlflow_imports_neither_mlflow_torch_nor_jax(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from rlsvc.spec.run import RunSpec; from rlsvc.store.tracking import make_tracker\n"
+        "import sys; from pathlib import Path\n"
+        "from rlsvc.spec.run import RunSpec; from rlsvc.store.tracking import make_tracker\n"
         "spec = RunSpec.model_validate_json(sys.argv[1])\n"
         "make_tracker(spec, Path(sys.argv[2]), resume=False).close()\n"
         "print([m for m in ('mlflow', 'torch', 'jax', 'tensorflow', 'ray') if m in sys.modules])\n"
     )
     spec = run_spec(tmp_path, trackers=["tensorboard"]).model_dump_json()
-    done = subprocess.run([sys.executable, "-c", program, spec, str(tmp_path / "run")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, spec, str(tmp_path / "run")], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

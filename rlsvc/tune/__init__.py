@@ -1,0 +1,1 @@
+"""Sweeps: search spaces in YAML, searched by Ray Tune."""

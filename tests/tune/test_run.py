@@ -1,0 +1,183 @@
+"""Sweeps over Ray Tune, with trials that do not train."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from rlsvc.core.errors import BusyError, NotFoundError, SpecError
+from rlsvc.spec.compose import validate
+from rlsvc.spec.sweep import SweepSpec
+from rlsvc.tune.run import run_sweep
+from rlsvc.tune.trial import load_trials
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # trials' processes cannot import a test
+pytestmark = pytest.mark.ray
+
+
+def sweep(**changes) -> SweepSpec:
+    space = {"algo.learning_rate": {"loguniform": [1e-4, 0.9]}}
+    return validate(SweepSpec, {"name": "s", "run": ["x"], "space": space, "samples": 4, "concurrency": 2, **changes})
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls.log").read_text().split()
+
+
+def test_trials_run_in_other_processes_from_the_spec_and_the_best_one_is_found(ray_cluster, base, tmp_path):
+    def train(run, on_metrics):
+        import os
+
+        assert os.getpid() != driver
+        bundle = Path(run.root) / run.project / run.name / "bundles" / "30"
+        bundle.mkdir(parents=True)
+        (bundle / "bundle.json").write_text(run.name)
+        for step in (10, 20, 30):
+            on_metrics(step, {"train/loss": 1.0, "eval/max_reward": run.algo.batch_size / 1000 + step / 1000})
+        return bundle
+
+    import os
+
+    driver = os.getpid()
+    over = []
+    space = {"algo.batch_size": {"grid": [8, 32, 16]}}
+    report = run_sweep(sweep(space=space, samples=1), base, train=train, on_trial=over.append)
+    assert sorted(trial.status for trial in over) == ["finished"] * 3
+    assert report.complete
+    assert report.best.values == {"algo.batch_size": 32}
+    assert (report.best_bundle / "bundle.json").read_text() == report.best.name
+    assert "batch_size: 32" in report.best_yaml.read_text()
+    with pytest.raises(BusyError, match="exists already.*--resume"):
+        run_sweep(sweep(space=space, samples=1), base, train=train)
+    with pytest.raises(SpecError, match=r"sweep\.samples: was 1, got 2"):
+        run_sweep(sweep(space=space, samples=2), base, train=train, resume=True)
+
+
+def test_asha_stops_the_worse_trials_early_and_lets_the_best_write_its_bundle(ray_cluster, base, tmp_path):
+    def train(run, on_metrics):
+        for step in range(10, 101, 10):
+            on_metrics(step, {"eval/max_reward": run.algo.batch_size * step})
+        return tmp_path  # reached only by a trial that was not stopped, also not at its last report
+
+    space = {"algo.batch_size": {"grid": [64, 32, 16, 8]}}  # the best first: the later ones are worse at every rung
+    asha = {"name": "asha", "grace": 10, "reduction": 2}
+    report = run_sweep(sweep(space=space, samples=1, concurrency=1, scheduler=asha), base, train=train)
+    assert {trial.values["algo.batch_size"]: trial.status for trial in report.trials} == {
+        64: "finished", 32: "stopped", 16: "stopped", 8: "stopped"
+    }  # fmt: skip
+    assert report.best.bundle == str(tmp_path)
+    assert max(trial.history[-1][0] for trial in report.trials if trial.status == "stopped") < 100
+
+
+def test_a_nan_and_a_dead_trial_are_reported_with_their_reasons_and_the_sweep_goes_on(ray_cluster, base):
+    # ray#6659, #11670: after one NaN, ASHA stopped nothing any more
+    def train(run, on_metrics):
+        import os
+        import signal
+
+        for step in range(10, 101, 10):
+            if run.seed == 1 and step == 20:
+                on_metrics(step, {"eval/max_reward": float("nan")})
+            if run.seed == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            on_metrics(step, {"eval/max_reward": -run.seed * step})
+
+    asha = {"name": "asha", "grace": 10, "reduction": 2}
+    spec = sweep(space={"seed": {"grid": [0, 1, 2, 3, 4]}}, samples=1, concurrency=1, scheduler=asha)
+    report = run_sweep(spec, base, train=train)
+    status = {trial.values["seed"]: trial.status for trial in report.trials}
+    assert status == {0: "finished", 1: "failed", 2: "failed", 3: "stopped", 4: "stopped"}
+    reasons = {trial.values["seed"]: trial.reason for trial in report.trials}
+    assert "eval/max_reward is nan at step 20" in reasons[1]
+    assert "its process died" in reasons[2]
+    assert report.best.values == {"seed": 0}
+    assert report.complete
+
+
+def driver(tmp_path: Path, *, resume: bool) -> subprocess.Popen:
+    """A driver in a process of its own, in the Ray cluster of the tests, whose trials take turns of a second."""
+    import ray
+
+    program = f"""
+import os, sys, time
+from pathlib import Path
+import ray
+from rlsvc.spec.run import RunSpec
+from rlsvc.spec.sweep import SweepSpec
+from rlsvc.tune.run import run_sweep
+
+folder = Path({str(tmp_path)!r})
+
+def train(run, on_metrics):
+    with (folder / "calls.log").open("a") as file:
+        file.write(f"{{run.name}}:{{run.algo.learning_rate}}:{{int(run.resume)}}\\n")
+    (Path(run.root) / run.project / run.name / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
+    for step in (1, 2):
+        time.sleep(0.4)
+        on_metrics(step, {{"eval/max_reward": run.algo.learning_rate}})
+    return None
+
+ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False)
+run_sweep(
+    SweepSpec.model_validate_json((folder / "sweep.json").read_text()),
+    RunSpec.model_validate_json((folder / "base.json").read_text()),
+    resume={resume}, train=train, on_trial=lambda trial: print(trial.name, flush=True),
+)
+"""
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("snapshot", ["with_tunes_snapshot", "without_one"])
+def test_a_sweep_whose_driver_was_killed_resumes_and_loses_no_finished_trial(ray_cluster, base, tmp_path, snapshot):
+    # ray#30861: what was finished and what was still to come were lost on restore
+    spec = sweep(samples=6)
+    (tmp_path / "sweep.json").write_text(spec.model_dump_json())
+    (tmp_path / "base.json").write_text(base.model_dump_json())
+    first = driver(tmp_path, resume=False)
+    assert first.stdout is not None
+    over = [first.stdout.readline().strip() for _ in range(3)]
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert all(name.startswith("trial_") for name in over)
+    folder = tmp_path / "sweeps" / "s"
+    finished = {trial.name: trial for trial in load_trials(folder, spec.metric) if trial.status == "finished"}
+    assert set(over) <= set(finished)
+    if snapshot == "without_one":  # as when the driver dies before Tune's first
+        for path in (folder / "tune").glob("experiment_state-*"):
+            path.unlink()
+    time.sleep(2)  # the dead driver's trials end with it
+
+    before = calls(tmp_path)
+    second = driver(tmp_path, resume=True)
+    output, errors = second.communicate(timeout=240)
+    assert second.returncode == 0, output + errors
+    trials = load_trials(folder, spec.metric)
+    assert [trial.status for trial in trials] == ["finished"] * 6
+    assert len({trial.values["algo.learning_rate"] for trial in trials}) == 6
+    assert {trial.name: trial for trial in trials if trial.name in finished} == finished
+    again = [call.split(":")[0] for call in calls(tmp_path)[len(before) :]]
+    assert sorted(again) == sorted({trial.name for trial in trials} - set(finished))
+    values = {name: value for name, value, _ in (call.split(":") for call in before)}
+    assert all(str(trial.values["algo.learning_rate"]) == values.get(trial.name, str(trial.values["algo.learning_rate"])) for trial in trials)
+
+
+def test_a_sweep_that_another_process_runs_is_busy(ray_cluster, base, tmp_path):
+    import fcntl
+
+    folder = tmp_path / "sweeps" / "s"
+    folder.mkdir(parents=True)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BusyError, match="being run by another process"):
+            run_sweep(sweep(), base)
+
+
+def test_resuming_a_sweep_that_never_was_lists_those_that_were(base, tmp_path):
+    (tmp_path / "sweeps" / "other").mkdir(parents=True)
+    (tmp_path / "sweeps" / "other" / "sweep.json").write_text("{}")
+    with pytest.raises(NotFoundError, match=r"no sweep 's' to resume.*There are: other"):
+        run_sweep(sweep(), base, resume=True)
