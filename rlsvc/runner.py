@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from rlsvc.core.contract import Contract
+from rlsvc.core.errors import BundleError
 from rlsvc.core.types import ActionChunk
 from rlsvc.store.bundle import Bundle, read_bundle
 
@@ -101,7 +102,8 @@ class PolicyRunner:
         policy = make_policy(bundle.policy, bundle.contract, bundle.precision)
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
         options = ActOptions(sample_steps=sample_steps)
-        self._params = jax.device_put(unflatten_params(bundle.params, jax.eval_shape(policy.init, jax.random.key(0))))
+        self._like = jax.eval_shape(policy.init, jax.random.key(0))
+        self._params = jax.device_put(unflatten_params(bundle.params, self._like))
 
         def act(params, observation, seeds, steps):  # noqa: ANN001, ANN202
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
@@ -110,6 +112,21 @@ class PolicyRunner:
             return normalizer.unnormalize("action", action, which)
 
         self._act = jax.jit(act)
+
+    def set_weights(self, bundle: Bundle) -> None:
+        """Act with another bundle of the same policy from now on, without compiling again.
+
+        Raises:
+            BundleError: weights or contract are those of another policy.
+        """
+        import jax
+
+        from rlsvc.nn.params import unflatten_params
+
+        if bundle.contract != self.contract:
+            raise BundleError(f"bundle {bundle.path}: its contract is not that of {self.version[:12]}; load it anew")
+        self._params = jax.device_put(unflatten_params(bundle.params, self._like))
+        self.version = bundle.id
 
     @classmethod
     def load(cls, path: str | Path, **options: object) -> PolicyRunner | BaselineRunner:

@@ -13,6 +13,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
@@ -21,7 +22,7 @@ from rlsvc.algos.api import update_key
 from rlsvc.algos.optim import ema_decay, ema_update, make_optimizer, make_schedule
 from rlsvc.core.errors import unknown_name
 from rlsvc.data.normalize import Normalizer
-from rlsvc.data.windows import Batch, Windows
+from rlsvc.data.windows import Batch, Windows, batches_from_host
 from rlsvc.policies.api import Params, Policy
 from rlsvc.spec.imitation import ImitationSpec
 
@@ -37,11 +38,11 @@ class ImitationState:
     opt_state: optax.OptState
 
 
-def normalize_batch(batch: Batch, normalizer: Normalizer, action: str = "action") -> Batch:
+def normalize_batch(batch: Batch, normalizer: Normalizer) -> Batch:
     """The same batch with observation and action normalised, float32."""
     group = batch["group"]
     observation = {k: normalizer.normalize(k, x, group) for k, x in batch["observation"].items()}
-    return {**batch, "observation": observation, "action": normalizer.normalize(action, batch["action"], group)}
+    return {**batch, "observation": observation, "action": normalizer.normalize("action", batch["action"], group)}
 
 
 class Imitation:
@@ -63,6 +64,7 @@ class Imitation:
         self.schedule = make_schedule(spec.schedule, spec.learning_rate, total_steps)
         self.optimizer = make_optimizer(spec.optimizer, self.schedule)
         self._update = jax.jit(self._updates, static_argnames="num_updates", donate_argnames="state")
+        self._update_from_batches = jax.jit(self._updates_from_batches, donate_argnames="state")
         self._validate = jax.jit(self._validation_loss)
 
     def init(self, key: Key[Array, ""]) -> ImitationState:
@@ -77,7 +79,15 @@ class Imitation:
         """K updates in one compiled call; donates `state`; see `rlsvc.algos.api.Algorithm`."""
         if hook not in self.hooks:
             raise unknown_name("hook of imitation", hook, self.hooks)
-        return self._update(state, data, key, num_updates=num_updates)
+        if not data.on_host:
+            return self._update(state, data, key, num_updates=num_updates)
+        # The same windows as on the device, gathered here.
+        steps = state.step + jnp.arange(num_updates)
+        index = np.asarray(jax.vmap(lambda step: self._draw(data, key, step))(steps))
+        sharding = self.batch_sharding
+        if sharding is not None:
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        return self._update_from_batches(state, batches_from_host(data, index, sharding), key)
 
     def acting_params(self, state: ImitationState) -> Params:
         """The averaged weights, or the raw ones without averaging."""
@@ -90,58 +100,66 @@ class Imitation:
     def _validation_loss(self, params: Params, data: Windows, key: Key[Array, ""]) -> Float[Array, ""]:
         count = min(1024, data.num_windows)
         index = jnp.arange(count) * data.num_windows // count
-        return self.policy.loss(params, normalize_batch(data.gather(index), self.normalizer, data.action), key)[0]
+        return self.policy.loss(params, normalize_batch(data.gather(index), self.normalizer), key)[0]
+
+    def _draw(self, data: Windows, key: Key[Array, ""], step: Array) -> Int[Array, "b"]:
+        return data.draw(jax.random.split(update_key(key, step))[0], self.spec.batch_size)
 
     def _updates(
         self, state: ImitationState, data: Windows, key: Key[Array, ""], num_updates: int
     ) -> tuple[ImitationState, dict[str, Array]]:
         def one(state: ImitationState, _: None) -> tuple[ImitationState, dict[str, Array]]:
-            return self._one_update(state, data, update_key(key, state.step))
+            index = self._draw(data, key, state.step)
+            if self.batch_sharding is not None:
+                index = jax.lax.with_sharding_constraint(index, self.batch_sharding)
+            return self._one_update(state, data.gather(index), key)
 
         state, metrics = jax.lax.scan(one, state, None, length=num_updates)
         return state, {name: value.mean() for name, value in metrics.items()}
 
-    def _one_update(
-        self, state: ImitationState, data: Windows, key: Key[Array, ""]
+    def _updates_from_batches(
+        self, state: ImitationState, batches: Batch, key: Key[Array, ""]
     ) -> tuple[ImitationState, dict[str, Array]]:
-        draw_key, loss_key = jax.random.split(key)
-        index = data.draw(draw_key, self.spec.batch_size)
-        if self.batch_sharding is not None:
-            index = jax.lax.with_sharding_constraint(index, self.batch_sharding)
-        grads, metrics = self._gradient(state.params, data, index, loss_key)
+        state, metrics = jax.lax.scan(lambda s, batch: self._one_update(s, batch, key), state, batches)
+        return state, {name: value.mean() for name, value in metrics.items()}
+
+    def _one_update(
+        self, state: ImitationState, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[ImitationState, dict[str, Array]]:
+        loss_key = jax.random.split(update_key(key, state.step))[1]
+        grads, metrics = self._gradient(state.params, batch, loss_key)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        step = state.step + 1
         ema = state.ema
         if self.spec.ema is not None:
             ema = ema_update(ema, params, ema_decay(self.spec.ema, state.step))
         metrics = {**metrics, "grad_norm": optax.global_norm(grads), "learning_rate": self.schedule(state.step)}
-        return ImitationState(step, params, ema, opt_state), metrics
+        return ImitationState(state.step + 1, params, ema, opt_state), metrics
 
     def _gradient(
-        self, params: Params, data: Windows, index: Int[Array, "b"], key: Key[Array, ""]
+        self, params: Params, batch: Batch, key: Key[Array, ""]
     ) -> tuple[Params, dict[str, Array]]:
         """Gradient of the mean loss; the micro-batches of an accumulated one are weighted by their unpadded actions."""
 
-        def loss(params: Params, index: Array, key: Array) -> tuple[Array, tuple[dict[str, Array], Array]]:
-            batch = normalize_batch(data.gather(index), self.normalizer, data.action)
-            value, metrics = self.policy.loss(params, batch, key)
+        def loss(params: Params, batch: Batch, key: Array) -> tuple[Array, tuple[dict[str, Array], Array]]:
+            value, metrics = self.policy.loss(params, normalize_batch(batch, self.normalizer), key)
             weight = batch["mask"].sum().astype(jnp.float32)
             return value * weight, (metrics, weight)
 
         gradient = jax.grad(loss, has_aux=True)
         m = self.spec.optimizer.accumulation
-        parts = index.reshape(m, index.shape[0] // m)
 
-        def add(total: tuple[Params, Array], inputs: tuple[Array, Array]) -> tuple[tuple[Params, Array], dict[str, Array]]:
+        def add(total: tuple[Params, Array], inputs: tuple[Batch, Array]) -> tuple[tuple[Params, Array], dict[str, Array]]:
             grads, (metrics, weight) = gradient(params, *inputs)
             return (jax.tree.map(jnp.add, total[0], grads), total[1] + weight), {k: v * weight for k, v in metrics.items()}
 
         if m == 1:
-            grads, (metrics, weight) = gradient(params, index, key)
+            grads, (metrics, weight) = gradient(params, batch, key)
             total, metrics = weight, {k: v * weight for k, v in metrics.items()}
         else:
             zero = (jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))
+            # Strided, so that every micro-batch is spread over all ranks.
+            parts = jax.tree.map(lambda x: x.reshape(x.shape[0] // m, m, *x.shape[1:]).swapaxes(0, 1), batch)
             (grads, total), metrics = jax.lax.scan(add, zero, (parts, jax.random.split(key, m)))
             metrics = {k: v.sum() for k, v in metrics.items()}
         total = jnp.maximum(total, 1.0)

@@ -59,6 +59,11 @@ class Windows:
         return self.anchor.shape[0]
 
     @property
+    def on_host(self) -> bool:
+        """Whether the columns are numpy arrays."""
+        return isinstance(self.anchor, np.ndarray)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
         return sum(column.nbytes for column in self.columns.values())
@@ -100,9 +105,9 @@ class Windows:
         return first + jax.random.randint(window_key, (batch_size,), 0, size)
 
     def gather(self, index: Any) -> Batch:
-        """The batch of these windows; works on numpy and, inside jit, on JAX arrays. `index`: [B] integers."""
-        xp = np if isinstance(self.anchor, np.ndarray) else jnp
-        anchor, start, end = self.anchor[index][:, None], self.start[index][:, None], self.end[index][:, None]
+        """The batch of these windows; works on numpy and, inside jit, on JAX arrays. `index`: [B] (or [K, B]) integers."""
+        xp = np if self.on_host else jnp
+        anchor, start, end = (x[index][..., None] for x in (self.anchor, self.start, self.end))
         first = 1 - self.n_obs_steps
         rows = xp.clip(anchor + xp.arange(first, 1), start, end - 1)
         steps = anchor + xp.arange(first, first + self.horizon)
@@ -112,6 +117,33 @@ class Windows:
             "mask": (steps >= start) & (steps < end),
             "group": self.group[index],
         }
+
+
+def batches_from_host(data: Windows, index: np.ndarray, sharding: jax.sharding.Sharding | None) -> Batch:
+    """Batches of windows that lie in host memory, put on the device: every array gets the leading axes of `index`.
+
+    Args:
+        data: in host memory.
+        index: [K, B] window numbers.
+        sharding: of [K, B, ...] arrays over several ranks; each process gathers its own rows alone. None for one device.
+    """
+    if sharding is None:
+        return jax.device_put(data.gather(index))
+    rows = {}
+
+    def part(at: tuple[slice, ...]) -> Batch:
+        key = str(at[:2])
+        if key not in rows:
+            rows[key] = data.gather(index[at[:2]])
+        return rows[key]
+
+    example = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, data.gather(index[:1, :1])))
+    leaves, tree = jax.tree.flatten(example)
+    arrays = [
+        jax.make_array_from_callback((*index.shape, *leaf.shape[2:]), sharding, lambda at, i=i: jax.tree.leaves(part(at))[i])
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _join(columns: list[np.ndarray]) -> np.ndarray:

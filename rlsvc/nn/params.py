@@ -16,6 +16,11 @@ def _name(path: tuple[Any, ...]) -> str:
                     getattr(part, "name", None) != "value")  # fmt: skip
 
 
+def leaf_names(tree: Any) -> list[str]:
+    """Names of all leaves, in the order of `jax.tree.leaves`."""
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def flatten_params(params: Any) -> dict[str, np.ndarray]:
     """Host copies of every weight by name."""
     return {_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -38,5 +43,5 @@ def unflatten_params(flat: Mapping[str, np.ndarray], like: Any) -> Any:
             raise BundleError(f"weight '{name}' is missing; the file has {len(flat)} weights, the policy {len(names)}")
         if flat[name].shape != leaf.shape:
             raise BundleError(f"weight '{name}': got shape {flat[name].shape}, the policy has {leaf.shape}")
-        out.append(flat[name].astype(leaf.dtype))
+        out.append(flat[name] if flat[name].dtype == leaf.dtype else flat[name].astype(leaf.dtype))
     return jax.tree_util.tree_unflatten(tree, out)

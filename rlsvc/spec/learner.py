@@ -40,8 +40,11 @@ class EvaluationSpec(Spec):
     final_episodes: int | None = Field(None, ge=1)
     """Episodes of the evaluation at the end; null means `episodes`."""
     workers: int = Field(1, ge=1)
-    envs_per_worker: int = Field(16, ge=1)
-    """Episodes that one worker steps side by side, in one batch."""
+    """Rollout actors, one CPU each; they share the episodes."""
+    parallel: int = Field(50, ge=1)
+    """Episodes side by side over all workers, which is the policy's batch. The result does not depend on `workers`."""
+    gpus: float = Field(0.0, ge=0)
+    """GPUs (or a share of one) of the actor that acts for the workers; with --local the run's own device is used."""
     first_seed: int = Field(100_000, ge=0)
     """Episode i uses first_seed + i."""
     videos: bool = True

@@ -1,0 +1,1 @@
+"""Environments: gymnasium 1.x, one adapter a suite."""

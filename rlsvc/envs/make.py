@@ -1,0 +1,34 @@
+"""The table of environments."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rlsvc.core.contract import Contract
+from rlsvc.core.errors import UserError, unknown_name
+from rlsvc.spec.env import PushTSpec
+
+
+class ContractEnv(Protocol):
+    """A gymnasium environment that states its contract."""
+
+    def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
+        """What it gives and takes."""
+        ...
+
+
+def make_env(spec: PushTSpec):  # noqa: ANN201
+    """The environment of a specification, a `gymnasium.Env` with `contract`.
+
+    Raises:
+        NotFoundError: an unknown name.
+        UserError: its simulator is not installed.
+    """
+    try:
+        if spec.name == "pusht":
+            from rlsvc.envs.pusht import PushT
+
+            return PushT(spec)
+    except ImportError as error:
+        raise UserError(f"environment '{spec.name}' needs a package that is not installed ({error}); install rlsvc[sim]") from error
+    raise unknown_name("environment", spec.name, ["pusht"])

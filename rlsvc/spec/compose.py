@@ -1,0 +1,229 @@
+"""From words on a command line or a YAML file to a validated RunSpec.
+
+    rlsvc train experiment=pusht_diffusion algo.learning_rate=3e-4      an experiment that ships, with changes
+    rlsvc train my_run.yaml seed=3                                      a file of one's own, or a run's spec.yaml
+
+A file may begin with `defaults: [/experiment: pusht_diffusion]` like the files in rlsvc/configs/experiment. Arithmetic is written
+`${add:1,2}`, `${mul:...}`, `${sub:...}`, `${div:...}`, `${max:...}`, `${min:...}`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from rlsvc.core.errors import SpecError, nearest, unknown_name
+from rlsvc.spec.run import RunSpec
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+S = TypeVar("S", bound=BaseModel)
+
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": lambda *x: sum(x),
+    "sub": lambda a, b: a - b,
+    "mul": lambda *x: math.prod(x),
+    "div": lambda a, b: a / b if a % b else a // b,
+    "max": max,
+    "min": min,
+}
+
+
+def experiments() -> list[str]:
+    """Names of the experiments that ship."""
+    return sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
+
+
+def compose(words: Sequence[str]) -> RunSpec:
+    """The RunSpec that these words describe.
+
+    Args:
+        words: an optional YAML file first, then `key=value` overrides (Hydra's grammar). Any key of RunSpec may be set,
+            whether or not the experiment names it.
+
+    Raises:
+        SpecError: names the key or value, where it stands, what was expected, and the nearest name.
+    """
+    return validate(RunSpec, compose_dict(words), _places(words))
+
+
+def compose_dict(words: Sequence[str]) -> dict[str, Any]:
+    """The resolved values of `compose`, not validated."""
+    for name, function in _ARITHMETIC.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+    words = list(words)
+    file = Path(words.pop(0)) if words and _is_file_word(words[0]) else None
+    overrides = [_override(word) for word in words]
+    named = [word.split("=", 1)[1] for word in words if word.startswith("experiment=")]
+    if file is not None:
+        if named:
+            raise SpecError(f"got both the file {file} and experiment={named[0]}; write the experiment into the file's defaults")
+        overrides.insert(0, f"+experiment={_store(file)}")
+    elif not named:
+        raise SpecError(f"no experiment: name one with experiment=NAME or give a YAML file. There are: {', '.join(experiments())}.")
+    elif named[0] not in experiments():
+        raise unknown_name("experiment", named[0], experiments())
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config = hydra_compose("config", overrides=overrides)
+        value = OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SpecError(f"{file or 'command line'}: {str(error).strip().splitlines()[0]}") from error
+    assert isinstance(value, dict)
+    return {str(key): item for key, item in value.items()}
+
+
+def _is_file_word(word: str) -> bool:
+    return "=" not in word
+
+
+def _override(word: str) -> str:
+    """Group choices as they are; every other key may be added, since RunSpec itself knows which exist."""
+    key, separator, _ = word.partition("=")
+    if not separator:
+        raise SpecError(f"command line: got '{word}', expected key=value")
+    if key.startswith(("+", "~")) or (CONFIGS / key.split("@")[0]).is_dir():
+        return f"+{word}" if key == "experiment" else word
+    return f"++{word}"
+
+
+def _store(file: Path) -> str:
+    """Make a person's file an experiment of this process."""
+    try:
+        node = OmegaConf.load(file)
+    except FileNotFoundError as error:
+        raise SpecError(f"{file}: no such file. Give a YAML file, or experiment=NAME with one of: {', '.join(experiments())}.") from error
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise SpecError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from error
+    if not OmegaConf.is_dict(node):
+        raise SpecError(f"{file}: expected a mapping of keys to values")
+    name = f"file_{file.stem}"
+    ConfigStore.instance().store(name=name, group="experiment", package="_global_", node=node)
+    return name
+
+
+def _places(words: Sequence[str]) -> dict[tuple[str, ...], str]:
+    """Where a key was written: a line of the file, or the command line."""
+    places: dict[tuple[str, ...], str] = {}
+    file = None
+    if words and _is_file_word(words[0]):
+        file = Path(words[0])
+    else:
+        for word in words:
+            if word.startswith("experiment="):
+                file = CONFIGS / "experiment" / f"{word.split('=', 1)[1]}.yaml"
+    if file is not None and file.is_file():
+        places |= yaml_places(file)
+    for word in words:
+        if "=" in word:
+            places[tuple(word.lstrip("+~").split("=", 1)[0].split("."))] = "command line"
+    return places
+
+
+def yaml_places(file: Path) -> dict[tuple[str, ...], str]:
+    """`file:line` of every key of a YAML file, by path."""
+    places: dict[tuple[str, ...], str] = {}
+
+    def walk(node: yaml.Node | None, path: tuple[str, ...]) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                here = (*path, str(key.value))
+                places[here] = f"{file.name}:{key.start_mark.line + 1}"
+                walk(value, here)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                walk(value, (*path, str(index)))
+
+    walk(yaml.compose(file.read_text()), ())
+    return places
+
+
+def validate(model: type[S], value: Mapping[str, Any], places: Mapping[tuple[str, ...], str] | None = None) -> S:
+    """Validate plain values.
+
+    Args:
+        model: the specification class.
+        value: plain values.
+        places: where keys were written, by path.
+
+    Raises:
+        SpecError: one line for each fault.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        lines = [_explain(model, fault, places or {}) for fault in error.errors()]
+        raise SpecError("\n".join(lines)) from error
+
+
+def _explain(model: type[BaseModel], fault: Any, places: Mapping[tuple[str, ...], str]) -> str:
+    path = tuple(str(part) for part in fault["loc"])
+    shown = _without_tags(model, path)
+    place = next((places[shown[:n]] for n in range(len(shown), 0, -1) if shown[:n] in places), None)
+    where = f"{place}: " if place else ""
+    key = ".".join(shown)
+    if fault["type"] == "extra_forbidden":
+        choices = _field_names(model, path[:-1])
+        guess = nearest(path[-1], choices)
+        hint = f" Did you mean '{guess}'?" if guess else ""
+        return f"{where}unknown key '{key}'.{hint} There are: {', '.join(choices)}."
+    if fault["type"] == "missing":
+        return f"{where}'{key}' is missing"
+    if fault["type"] == "value_error":
+        return f"{where}{key + ': ' if key else ''}{fault['msg'].removeprefix('Value error, ')}"
+    got = fault["input"]
+    return f"{where}'{key}': got {got!r}, {fault['msg'][0].lower()}{fault['msg'][1:]}"
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _models(argument)]
+
+
+def _tag(model: type[BaseModel]) -> str | None:
+    field = model.model_fields.get("name")
+    values = get_args(field.annotation) if field else ()
+    return str(values[0]) if len(values) == 1 else None
+
+
+def _walk(model: type[BaseModel], path: tuple[str, ...]) -> tuple[list[type[BaseModel]], tuple[str, ...]]:
+    """The models at a pydantic error path, and the path without the tags that pydantic adds for tagged unions."""
+    current, shown = [model], []
+    for part in path:
+        tagged = [m for m in current if len(current) > 1 and _tag(m) == part]
+        if tagged:
+            current = tagged
+            continue
+        shown.append(part)
+        fields = [m.model_fields[part] for m in current if part in m.model_fields]
+        if fields:
+            current = _models(fields[0].annotation)
+    return current, tuple(shown)
+
+
+def _without_tags(model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...]:
+    return _walk(model, path)[1]
+
+
+def _field_names(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+    models = _walk(model, path)[0]
+    return sorted(functools.reduce(lambda names, m: names | set(m.model_fields), models, set()))
+
+
+def to_yaml(spec: BaseModel) -> str:
+    """The resolved specification as YAML; `compose([file])` reads it back."""
+    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)

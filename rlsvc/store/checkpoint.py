@@ -1,0 +1,133 @@
+"""Training state on disk: `<run>/checkpoints/<step>/` with the arrays (orbax) and meta.json.
+
+A checkpoint is written under a temporary name and renamed when it is whole, so that a folder with a step for a name is
+always complete. Every process of a learner group calls `save`; the first one commits.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from rlsvc.core.errors import UserError
+from rlsvc.nn.params import leaf_names, unflatten_params
+
+META = "meta.json"
+STATE = "state"
+SCHEMA_VERSION = 1
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the committed checkpoints, ascending."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and (entry / META).is_file())
+
+
+def save(folder: Path, step: int, state: Any, meta: Mapping[str, Any]) -> Path:
+    """Write and commit a checkpoint; one that is already there for this step is kept as it is.
+
+    Args:
+        folder: `<run>/checkpoints`.
+        step: number of updates done.
+        state: pytree of arrays.
+        meta: plain values to keep beside it (counters).
+
+    Raises:
+        UserError: the disk has no room; what was saved before is untouched.
+    """
+    final = folder / str(step)
+    if step in steps(folder):
+        return final
+    first = jax.process_index() == 0
+    partial = folder / f".{step}.tmp"
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_room(folder, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        for stale in folder.glob(".*.tmp"):
+            shutil.rmtree(stale, ignore_errors=True)
+        partial.mkdir()
+    _barrier(f"checkpoint-{step}-begin")
+    arrays = dict(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save((partial / STATE).absolute(), arrays)
+        if first:
+            with (partial / META).open("w") as stream:
+                json.dump({"schema_version": SCHEMA_VERSION, "step": step, **meta}, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+    except (OSError, ValueError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
+            raise _full(folder, step) from error
+        raise
+    _barrier(f"checkpoint-{step}-end")
+    return final
+
+
+def load(folder: Path, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    """State and meta of a committed checkpoint.
+
+    Args:
+        folder: `<run>/checkpoints`.
+        step: one of `steps(folder)`.
+        like: pytree of arrays with the shapes and shardings to load into.
+
+    Raises:
+        UserError: a damaged checkpoint, or one of another policy or optimizer; names the folder and the array.
+    """
+    path = folder / str(step)
+    try:
+        meta = json.loads((path / META).read_text())
+        wanted = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for name, leaf in zip(leaf_names(like), jax.tree.leaves(like), strict=True)
+        }
+        with ocp.StandardCheckpointer() as reader:
+            arrays = reader.restore((path / STATE).absolute(), wanted)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"checkpoint {path} cannot be read ({reason}). It is damaged or of another policy or optimizer; "
+            "delete this folder to resume from the one before it."
+        ) from error
+    return unflatten_params(arrays, like), meta
+
+
+def prune(folder: Path, keep_last: int, keep: set[int]) -> None:
+    """Delete all but the last `keep_last` checkpoints and those in `keep`."""
+    for step in steps(folder)[:-keep_last]:
+        if step not in keep:
+            shutil.rmtree(folder / str(step), ignore_errors=True)
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    if shutil.disk_usage(folder).free < needed * 1.1:
+        raise _full(folder, None, needed)
+
+
+def _full(folder: Path, step: int | None, needed: int | None = None) -> UserError:
+    free = shutil.disk_usage(folder).free
+    what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+    size = f" of {needed / 2**20:.0f} MiB" if needed else ""
+    return UserError(
+        f"disk full: {what}{size} does not fit in {folder} ({free / 2**20:.0f} MiB free). Earlier checkpoints are whole; "
+        "free some space (or lower checkpoint.keep_last) and go on with --resume."
+    )

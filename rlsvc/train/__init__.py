@@ -1,0 +1,1 @@
+"""Training runs: orchestrator, learner group, rollout workers, evaluation."""

@@ -1,0 +1,173 @@
+"""Evaluation: episodes from seeds, one policy batch for all of them, intervals, and videos by replaying actions.
+
+The batch that the policy sees is made of the episodes in the order of their seeds, whatever worker steps them, so the result is the
+same for any number of workers.
+
+Letters: E episodes, B batch, T observation steps, H actions of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rlsvc.core.errors import UserError
+from rlsvc.envs.make import make_env
+from rlsvc.runner import Runner
+from rlsvc.spec.env import PushTSpec
+from rlsvc.train.workers import EpisodeResult, Workers, WorkerLost
+
+MAX_RETRIES = 3
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Mean of independent values, normal approximation; with one value the interval is unbounded."""
+    x = np.asarray(values, np.float64)
+    half = 1.96 * x.std(ddof=1) / math.sqrt(len(x)) if len(x) > 1 else math.inf
+    return Interval(float(x.mean()), float(x.mean() - half), float(x.mean() + half))
+
+
+def share_interval(successes: int, count: int) -> Interval:
+    """Share of successes, Wilson's score interval (1927)."""
+    p, z2 = successes / count, 1.96**2
+    center = (p + z2 / (2 * count)) / (1 + z2 / count)
+    half = 1.96 / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count**2))
+    return Interval(p, max(0.0, center - half), min(1.0, center + half))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All episodes and what they come to."""
+
+    episodes: list[EpisodeResult]
+
+    def scores(self, metric: str) -> np.ndarray:
+        """[E] float64; metric is max_reward, return, success or length."""
+        pick = {
+            "max_reward": lambda e: max(e.rewards),
+            "return": lambda e: sum(e.rewards),
+            "success": lambda e: float(e.success),
+            "length": lambda e: float(e.length),
+        }[metric]
+        return np.array([pick(episode) for episode in self.episodes])
+
+    def interval(self, metric: str) -> Interval:
+        """95 % interval of a metric's mean."""
+        scores = self.scores(metric)
+        return share_interval(int(scores.sum()), len(scores)) if metric == "success" else mean_interval(scores)
+
+    def metrics(self) -> dict[str, float]:
+        """Means with the bounds of their intervals, `<metric>`, `<metric>_low`, `<metric>_high`."""
+        out: dict[str, float] = {"episodes": float(len(self.episodes))}
+        for metric in ("max_reward", "success", "return", "length"):
+            interval = self.interval(metric)
+            out[metric] = interval.mean
+            if math.isfinite(interval.low):
+                out |= {f"{metric}_low": interval.low, f"{metric}_high": interval.high}
+        return out
+
+    def extremes(self, metric: str) -> dict[str, EpisodeResult]:
+        """The best, median and worst episode; ties go to the smaller seed."""
+        order = np.argsort(self.scores(metric), kind="stable")
+        return {
+            "worst": self.episodes[order[0]],
+            "median": self.episodes[order[len(order) // 2]],
+            "best": self.episodes[order[-1]],
+        }
+
+
+def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: int) -> Evaluation:
+    """Run one episode for each seed.
+
+    Args:
+        runner: acts; compiled for batches of up to `parallel`.
+        workers: step the episodes.
+        seeds: of the episodes; the policy's noise at control step t follows from (seed, t).
+        parallel: episodes side by side, over all workers.
+
+    Raises:
+        UserError: workers were lost in the same wave more than MAX_RETRIES times.
+    """
+    episodes: list[EpisodeResult] = []
+    for start in range(0, len(seeds), parallel):
+        wave = list(seeds[start : start + parallel])
+        for attempt in range(MAX_RETRIES + 1):
+            try:
+                episodes += _wave(runner, workers, wave)
+                break
+            except WorkerLost as lost:
+                if attempt == MAX_RETRIES:
+                    raise UserError(f"evaluation: {lost}, {MAX_RETRIES + 1} times with the seeds {wave[0]} to {wave[-1]}; "
+                                    "see the worker's log above") from lost  # fmt: skip
+    return Evaluation(episodes)
+
+
+def _wave(runner: Runner, workers: Workers, seeds: list[int]) -> list[EpisodeResult]:
+    shares = np.array_split(np.arange(len(seeds)), workers.count)
+    owner = {int(e): (w, i) for w, share in enumerate(shares) for i, e in enumerate(share)}
+    windows = [w for part in workers.call("reset", [([seeds[e] for e in share],) for share in shares]) for w in part]
+    active = list(range(len(seeds)))
+    steps = 0
+    while active:
+        observation = {key: np.stack([windows[e][key] for e in active]) for key in runner.contract.observation}
+        action = runner.act(observation, np.array([seeds[e] for e in active]), np.full(len(active), steps)).action
+        steps += action.shape[1]
+        chunks: list[dict[int, np.ndarray]] = [{} for _ in shares]
+        for row, e in enumerate(active):
+            worker, index = owner[e]
+            chunks[worker][index] = action[row]
+        out = workers.call("step", [(chunk,) for chunk in chunks])
+        still = []
+        for e in active:
+            worker, index = owner[e]
+            windows[e], done = out[worker][index]
+            if not done:
+                still.append(e)
+        active = still
+    return [result for part in workers.call("results", [() for _ in shares]) for result in part]
+
+
+def batch_sizes(parallel: int) -> tuple[int, ...]:
+    """Batch shapes to compile for an evaluation: `parallel`, and a quarter of it for when few episodes are left."""
+    return tuple(sorted({parallel, max(1, parallel // 4)}))
+
+
+def write_video(episode: EpisodeResult, spec: PushTSpec, path: Path) -> Path:
+    """Replay an episode's actions from its seed and write an H.264 mp4 at the environment's rate.
+
+    Raises:
+        UserError: PyAV is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise UserError("writing a video needs PyAV; install rlsvc[sim], or set evaluation.videos=false") from error
+    env = make_env(spec)
+    env.reset(seed=episode.seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = None
+        for action in episode.actions:
+            env.step(action)
+            image = env.render()
+            if stream is None:
+                stream = container.add_stream("libx264", rate=int(env.metadata["render_fps"]))
+                stream.width, stream.height, stream.pix_fmt = image.shape[1], image.shape[0], "yuv420p"
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        if stream is not None:
+            container.mux(stream.encode())
+    env.close()
+    return path

@@ -1,0 +1,280 @@
+"""The learner group: one rank in this process, or a Ray Train group that is reached through a mailbox.
+
+The driver posts numbered orders to the mailbox, an actor of its own; every rank asks for the next one, does it, and the first
+rank posts the result. When a rank dies, Ray Train starts the group again; the new ranks announce a new attempt and the step of the
+checkpoint that they read, and the driver learns of it as GroupRestarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlsvc.core.contract import Contract
+from rlsvc.core.errors import UserError
+from rlsvc.spec.run import RunSpec
+from rlsvc.train.orchestrator import GroupRestarted, Order
+
+POLL_S = 1.0
+START_TIMEOUT_S = 600.0
+
+
+class LocalGroup:
+    """One rank in this process, without Ray."""
+
+    def __init__(self, spec: RunSpec, run_dir: Path, contract: Contract | None) -> None:
+        self._make = (spec, run_dir, contract)
+
+    def start(self) -> int:
+        """See LearnerGroup."""
+        from rlsvc.train.learner import Learner
+
+        self._learner = Learner(*self._make)
+        return self._learner.step
+
+    def execute(self, order: Order) -> dict[str, Any]:
+        """See LearnerGroup."""
+        return self._learner.execute(order)
+
+    def close(self) -> None:
+        """See LearnerGroup."""
+
+
+class Mailbox:
+    """Async actor between driver and ranks; holds the current attempt, its orders, and their results.
+
+    Consumes orders from the driver and results from the first rank. Every call returns within POLL_S with what there is, so
+    that nobody waits for ever on a peer that died; when the driver dies this actor dies with it, and the ranks' next call fails.
+    """
+
+    def __init__(self) -> None:
+        self._attempt, self._step = 0, -1
+        self._orders: list[dict[str, Any]] = []
+        self._results: dict[int, dict[str, Any]] = {}
+        self._changed = asyncio.Event()
+
+    async def begin(self, step: int) -> int:
+        """From the first rank of a (re)started group: where its state is. Returns the attempt's number."""
+        self._attempt, self._step = self._attempt + 1, step
+        self._orders, self._results = [], {}
+        self._notify()
+        return self._attempt
+
+    async def attempt(self) -> tuple[int, int]:
+        """The current attempt and the step it began at; (0, -1) before the first."""
+        return self._attempt, self._step
+
+    async def post(self, attempt: int, order: dict[str, Any]) -> bool:
+        """From the driver: the next order of an attempt; False when that attempt is over."""
+        if attempt != self._attempt:
+            return False
+        self._orders.append(order)
+        self._notify()
+        return True
+
+    async def order(self, attempt: int, index: int) -> dict[str, Any] | None:
+        """For a rank: the index-th order of its attempt, None when there is none yet. Raises when the attempt is over."""
+        if attempt != self._attempt:
+            raise RuntimeError(f"attempt {attempt} is over; attempt {self._attempt} runs")
+        if index >= len(self._orders):
+            await self._wait()
+        return self._orders[index] if attempt == self._attempt and index < len(self._orders) else None
+
+    async def done(self, attempt: int, number: int, result: dict[str, Any]) -> None:
+        """From the first rank: an order's result."""
+        if attempt == self._attempt:
+            self._results[number] = result
+            self._notify()
+
+    async def result(self, attempt: int, number: int) -> tuple[int, dict[str, Any] | None]:
+        """For the driver: the current attempt, and the result when it is there."""
+        if attempt == self._attempt and number not in self._results:
+            await self._wait()
+        return self._attempt, self._results.get(number) if attempt == self._attempt else None
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), POLL_S)
+        except TimeoutError:
+            return
+
+
+def rank_main(config: dict[str, Any]) -> None:
+    """What every rank of the Ray Train group runs until the stop order.
+
+    Consumes orders from the mailbox, produces results (first rank) and checkpoints (all ranks, reported to Ray Train). Waits
+    for the mailbox only; when it is gone, the driver is, and the rank ends.
+    """
+    import ray
+    import ray.train
+
+    from rlsvc.train.learner import Learner
+
+    mailbox = config["mailbox"]
+    rank = ray.train.get_context().get_world_rank()
+    contract = None if config["contract"] is None else Contract.from_json(config["contract"])
+    try:
+        learner = Learner(RunSpec.model_validate(config["spec"]), Path(config["run_dir"]), contract)
+    except UserError as error:
+        # A person's mistake is not retried: it goes to the driver as it is.
+        if rank == 0:
+            attempt = ray.get(mailbox.begin.remote(-1))
+            ray.get(mailbox.done.remote(attempt, -1, {"user_error": str(error)}))
+        return
+    attempt = _agree_on_attempt(mailbox, rank, learner.step)
+    index = 0
+    while True:
+        found = ray.get(mailbox.order.remote(attempt, index))
+        if found is None:
+            continue
+        order = Order(**found)
+        index += 1
+        try:
+            result = {} if order.kind == "stop" else learner.execute(order)
+        except UserError as error:
+            result = {"user_error": str(error)}
+        if order.kind == "checkpoint" and "checkpoint" in result:
+            _report(Path(result["checkpoint"]), rank)
+        if rank == 0:
+            ray.get(mailbox.done.remote(attempt, order.number, result))
+        if order.kind == "stop" or "user_error" in result:
+            return
+
+
+def _agree_on_attempt(mailbox: Any, rank: int, step: int) -> int:
+    import numpy as np
+    import ray
+    from jax.experimental import multihost_utils
+
+    attempt = ray.get(mailbox.begin.remote(step)) if rank == 0 else 0
+    return int(multihost_utils.broadcast_one_to_all(np.int32(attempt)))
+
+
+def _report(path: Path, rank: int) -> None:
+    import ray.train
+
+    mode = ray.train.CheckpointUploadMode.NO_UPLOAD
+    saved = ray.train.Checkpoint.from_directory(str(path)) if rank == 0 else None
+    ray.train.report({}, checkpoint=saved, checkpoint_upload_mode=mode)
+
+
+class RayGroup:
+    """A Ray Train V2 group of `learner.ranks` processes.
+
+    `fit` runs in a thread of the driver, the orchestrator in its main thread, which therefore keeps Ctrl-C.
+    """
+
+    def __init__(self, spec: RunSpec, run_dir: Path, contract: Contract | None) -> None:
+        import ray
+
+        self.spec = spec
+        self._mailbox = ray.remote(num_cpus=0, max_concurrency=64)(Mailbox).remote()
+        self._run_dir = run_dir.absolute()
+        self._config = {
+            "spec": spec.model_dump(mode="json"),
+            "run_dir": str(self._run_dir),
+            "contract": contract.to_json() if contract else None,
+            "mailbox": self._mailbox,
+        }
+        self._attempt = 0
+        self._failure: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> int:
+        """See LearnerGroup."""
+        self._thread = threading.Thread(target=self._fit, name="ray-train", daemon=True)
+        self._thread.start()
+        return self._await_attempt(0)
+
+    def execute(self, order: Order) -> dict[str, Any]:
+        """See LearnerGroup."""
+        import ray
+
+        self._check_alive()
+        if not ray.get(self._mailbox.post.remote(self._attempt, asdict(order))):
+            raise GroupRestarted(self._await_attempt(self._attempt))
+        while True:
+            attempt, result = ray.get(self._mailbox.result.remote(self._attempt, order.number))
+            if attempt != self._attempt:
+                raise GroupRestarted(self._await_attempt(self._attempt))
+            if result is not None:
+                if "user_error" in result:
+                    raise UserError(result["user_error"])
+                return result
+            if order.kind == "stop" and self._thread is not None and not self._thread.is_alive():
+                return {}
+            self._check_alive()
+
+    def close(self) -> None:
+        """Wait for the ranks to end, then free the mailbox."""
+        import ray
+
+        if self._thread is not None:
+            self._thread.join(60)
+        ray.kill(self._mailbox)
+
+    def _await_attempt(self, old: int) -> int:
+        import ray
+
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            attempt, step = ray.get(self._mailbox.attempt.remote())
+            if attempt > old:
+                self._attempt = attempt
+                if step < 0:
+                    _, result = ray.get(self._mailbox.result.remote(attempt, -1))
+                    raise UserError((result or {}).get("user_error", "the learner group could not start"))
+                return step
+            self._check_alive()
+            time.sleep(0.2)
+        raise UserError(
+            f"the learner group did not start within {START_TIMEOUT_S:.0f} s: {self.spec.learner.ranks} ranks of "
+            f"{self.spec.learner.cpus_per_rank:g} CPUs and {self.spec.learner.gpus_per_rank:g} GPUs; `ray status` says what is free"
+        )
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the learner group failed:\n{self._failure}")
+
+    def _fit(self) -> None:
+        try:
+            _make_trainer(self.spec, self._run_dir, self._config).fit()
+        except Exception:  # noqa: BLE001
+            self._failure = traceback.format_exc()
+
+
+def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):  # noqa: ANN202
+    import ray.train
+    from ray.train.data_parallel_trainer import DataParallelTrainer
+
+    from rlsvc.train.jax_backend import JaxBackendConfig
+
+    learner = spec.learner
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if learner.gpus_per_rank == 0 or spec.device == "cpu":
+        environment["JAX_PLATFORMS"] = "cpu"
+    resources = {"CPU": learner.cpus_per_rank} | ({"GPU": learner.gpus_per_rank} if learner.gpus_per_rank else {})
+    return DataParallelTrainer(
+        rank_main,
+        train_loop_config=config,
+        backend_config=JaxBackendConfig(),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=learner.ranks, use_gpu=learner.gpus_per_rank > 0, resources_per_worker=resources
+        ),
+        run_config=ray.train.RunConfig(
+            name="ray",
+            storage_path=str(run_dir / ".train" / f"{os.getpid()}-{os.urandom(4).hex()}"),
+            failure_config=ray.train.FailureConfig(max_failures=learner.max_failures),
+            worker_runtime_env={"env_vars": environment},
+        ),
+    )

@@ -1,0 +1,312 @@
+"""One training run from its specification: folder, learner group, orchestrator, evaluation, tracking, registered bundle."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsvc.core.contract import Contract
+from rlsvc.core.errors import BusyError, SpecError, UserError
+from rlsvc.envs.make import make_env
+from rlsvc.spec.compose import compose, to_yaml
+from rlsvc.spec.run import RunSpec
+from rlsvc.store import checkpoint
+from rlsvc.store.registry import register
+from rlsvc.store.tracking import RunTracker, make_tracker
+from rlsvc.train.cluster import check_resources, ensure_ray
+from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate, write_video
+from rlsvc.train.group import LocalGroup, RayGroup
+from rlsvc.train.inference import LocalInference, RayInference
+from rlsvc.train.orchestrator import LearnerGroup, Orchestrator, Order
+from rlsvc.train.plots import write_learning_curve
+from rlsvc.train.workers import InProcess, Processes, RayWorkers, Workers
+
+log = logging.getLogger(__name__)
+OnMetrics = Callable[[int, dict[str, float]], None]
+MUST_AGREE = ("policy", "algo", "data", "env", "seed", "precision")
+"""Parts of the specification that a resumed run may not change."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run made.
+
+    Attributes:
+        run_dir: its folder.
+        bundle: the best bundle by the evaluation metric, or the last one without evaluation.
+        metrics: the last value of every metric.
+        step: updates done.
+        interrupted: stopped by Ctrl-C (or the caller's event) after a checkpoint.
+        registered: `models:/name/version`, None when it was not registered.
+        plot: learning curve, None before the first log.
+        videos: by "best", "median", "worst".
+    """
+
+    run_dir: Path
+    bundle: Path | None
+    metrics: dict[str, float]
+    step: int
+    interrupted: bool
+    registered: str | None
+    plot: Path | None
+    videos: dict[str, Path]
+
+
+def run_dir(spec: RunSpec) -> Path:
+    """`<root>/<project>/<name>`."""
+    return Path(spec.root) / spec.project / spec.name
+
+
+def train(
+    spec: RunSpec,
+    *,
+    local: bool = False,
+    on_metrics: OnMetrics | None = None,
+    stop: threading.Event | None = None,
+    profile: Path | None = None,
+) -> RunResult:
+    """Train, evaluate and register a policy.
+
+    Args:
+        spec: validated.
+        local: one rank and all rollouts on this machine without Ray.
+        on_metrics: called with (step, metrics) whenever metrics are logged; "progress/step" comes with every order.
+        stop: when set, the run writes a checkpoint and ends early.
+        profile: folder for a JAX profiler trace of the run (local only).
+
+    Raises:
+        UserError: anything in the specification, data or machine that does not fit; nothing already saved is lost.
+    """
+    folder = _prepare_folder(spec)
+    contract = _env_contract(spec)
+    if not local:
+        ensure_ray()
+        check_resources(spec)
+    stop = stop or threading.Event()
+    tracker = make_tracker(spec, folder, resume=spec.resume)
+    group: LearnerGroup = (LocalGroup if local else RayGroup)(spec, folder, contract)
+    run = _Run(spec, folder, tracker, on_metrics, local)
+    status = "failed"
+    try:
+        tracker.log_params(spec)
+        with _interrupts(stop), _profiler(profile):
+            step = Orchestrator(spec, group, run, stop).run()
+        result = run.finish(step, interrupted=stop.is_set())
+        status = "finished"
+    finally:
+        run.close()
+        group.close()
+        tracker.close(status)
+    return result
+
+
+class _Run:
+    """Listens to the orchestrator: logs, evaluates exported bundles, keeps the best, prunes the rest."""
+
+    def __init__(self, spec: RunSpec, folder: Path, tracker: RunTracker, on_metrics: OnMetrics | None, local: bool) -> None:
+        self.spec, self.folder, self.tracker, self.on_metrics, self.local = spec, folder, tracker, on_metrics, local
+        self.evaluator = Evaluator(spec, local) if spec.env else None
+        self.metrics: dict[str, float] = {}
+        self.last_evaluation: Evaluation | None = None
+        self._scores_file = folder / "evaluations.json"
+        found = json.loads(self._scores_file.read_text()) if self._scores_file.exists() else {}
+        self.scores: dict[int, float] = {int(step): score for step, score in found.items()}
+
+    def on_update(self, step: int, metrics: dict[str, float]) -> None:
+        self._log(step, {f"train/{name}": value for name, value in metrics.items()})
+
+    def on_result(self, order: Order, result: dict[str, Any]) -> None:
+        if order.kind == "validate" and result:
+            self._log(order.step, {f"validation/{name}": value for name, value in result.items()})
+        elif order.kind == "export":
+            self._exported(order.step, Path(result["bundle"]))
+        elif order.kind == "checkpoint":
+            self._prune()
+
+    def _exported(self, step: int, bundle: Path) -> None:
+        if self.evaluator is None:
+            return
+        final = step == self.spec.total_steps
+        self.last_evaluation = self.evaluator.run(bundle, final=final)
+        metrics = self.last_evaluation.metrics()
+        self.scores[step] = metrics[self.spec.evaluation.metric]
+        partial = self._scores_file.with_suffix(".tmp")
+        partial.write_text(json.dumps(self.scores))
+        partial.replace(self._scores_file)
+        self._log(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        self.metrics |= metrics
+        self.tracker.log(step, metrics)
+        if self.on_metrics is not None:
+            self.on_metrics(step, metrics)
+
+    def best_step(self) -> int | None:
+        """Step of the best bundle that is still there; the later one of equals. Without evaluation the last bundle's."""
+        bundles = self.folder / "bundles"
+        there = sorted(int(b.name) for b in bundles.iterdir() if b.name.isdigit()) if bundles.is_dir() else []
+        scored = [step for step in there if step in self.scores]
+        if scored:
+            return max(scored, key=lambda step: (self.scores[step], step))
+        return there[-1] if there else None
+
+    def _prune(self) -> None:
+        best = self.best_step()
+        keep = {best} if self.spec.checkpoint.keep_best and best is not None else set()
+        checkpoint.prune(self.folder / "checkpoints", self.spec.checkpoint.keep_last, keep)
+        bundles = self.folder / "bundles"
+        steps = sorted(int(b.name) for b in bundles.iterdir() if b.name.isdigit()) if bundles.is_dir() else []
+        for step in steps[: -self.spec.checkpoint.keep_last]:
+            if step not in keep:
+                shutil.rmtree(bundles / str(step))
+
+    def finish(self, step: int, interrupted: bool) -> RunResult:
+        """Plots, videos, registration."""
+        best = self.best_step()
+        bundle = None if best is None else self.folder / "bundles" / str(best)
+        plot = write_learning_curve(self.folder / "metrics.jsonl", self.folder / "plots" / "learning_curve.png", self.spec.name)
+        videos: dict[str, Path] = {}
+        if self.spec.env and self.last_evaluation and self.spec.evaluation.videos and not interrupted:
+            for name, episode in self.last_evaluation.extremes(self.spec.evaluation.metric).items():
+                videos[name] = write_video(episode, self.spec.env, self.folder / "videos" / f"{name}_seed{episode.seed}.mp4")
+        for path in [plot, *videos.values()]:
+            if path is not None:
+                self.tracker.artifact(path)
+        registered = None
+        tracking = self.spec.tracking
+        if bundle is not None and not interrupted and tracking.register_bundle and "mlflow" in tracking.trackers:
+            name = tracking.register_as or f"{self.spec.project}-{self.spec.name}"
+            version = register(bundle, name, self.tracker.run_id, tracking.mlflow_uri, root=self.spec.root)
+            registered = f"models:/{name}/{version}"
+        return RunResult(self.folder, bundle, self.metrics, step, interrupted, registered, plot, videos)
+
+    def close(self) -> None:
+        if self.evaluator is not None:
+            self.evaluator.close()
+
+
+class Evaluator:
+    """Rollout workers and the policy that acts for them, kept between evaluations."""
+
+    def __init__(self, spec: RunSpec, local: bool, sample_steps: int | None = None) -> None:
+        assert spec.env is not None
+        self.spec, self.local, self.sample_steps = spec, local, sample_steps
+        self._workers: Workers | None = None
+        sizes = batch_sizes(spec.evaluation.parallel)
+        self.inference = (
+            LocalInference(sizes, spec.device, sample_steps)
+            if local
+            else RayInference(sizes, spec.device, spec.evaluation.gpus, sample_steps)
+        )
+
+    def run(self, bundle: Path, final: bool) -> Evaluation:
+        """Evaluate a bundle on the seeds of the specification."""
+        settings = self.spec.evaluation
+        count = settings.final_episodes or settings.episodes if final else settings.episodes
+        contract = self.inference.load(bundle)
+        workers = self._start(contract.n_obs_steps)
+        seeds = range(settings.first_seed, settings.first_seed + count)
+        return evaluate(self.inference, workers, list(seeds), settings.parallel)
+
+    def _start(self, n_obs_steps: int) -> Workers:
+        if self._workers is None:
+            env, count = self.spec.env, self.spec.evaluation.workers
+            assert env is not None
+            if not self.local:
+                self._workers = RayWorkers(env, n_obs_steps, count)
+            elif count > 1:
+                self._workers = Processes(env, n_obs_steps, count)
+            else:
+                self._workers = InProcess(env, n_obs_steps)
+        return self._workers
+
+    def close(self) -> None:
+        """End workers and policy."""
+        if self._workers is not None:
+            self._workers.close()
+        if isinstance(self.inference, RayInference):
+            self.inference.close()
+
+
+def _env_contract(spec: RunSpec) -> Contract | None:
+    if spec.env is None:
+        return None
+    env = make_env(spec.env)
+    try:
+        return env.contract(spec.policy.n_obs_steps, spec.policy.n_action_steps)
+    finally:
+        env.close()
+
+
+def _prepare_folder(spec: RunSpec) -> Path:
+    """The run's folder with spec.yaml; refuses one in use by another specification."""
+    folder = run_dir(spec)
+    stored = folder / "spec.yaml"
+    if stored.exists() and spec.overwrite:
+        shutil.rmtree(folder)
+    elif stored.exists() and not spec.resume:
+        raise BusyError(
+            f"{folder} holds a run already. Go on with it (--resume), delete it first (--overwrite), or choose another name=..."
+        )
+    elif stored.exists():
+        _check_resumable(spec, compose([str(stored)]), stored)
+    elif spec.resume:
+        raise UserError(f"--resume: there is no run in {folder}; start it without --resume")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".spec.{os.getpid()}.tmp"
+        partial.write_text(to_yaml(spec.replace(resume=False, overwrite=False)))
+        partial.replace(stored)
+    except OSError as error:
+        raise UserError(f"{folder}: the run folder cannot be written ({error.strerror}); choose another root=... or free some space") from error
+    return folder
+
+
+def _check_resumable(spec: RunSpec, old: RunSpec, stored: Path) -> None:
+    for name in MUST_AGREE:
+        if getattr(spec, name) != getattr(old, name):
+            raise SpecError(
+                f"--resume: '{name}' differs from the run's own {stored}: got {getattr(spec, name)}, the run has {getattr(old, name)}. "
+                "Resume with the run's values, or start a new run under another name."
+            )
+
+
+@contextlib.contextmanager
+def _interrupts(stop: threading.Event) -> Iterator[None]:
+    """First Ctrl-C (or SIGTERM): finish the work at hand, write a checkpoint, end. Second: end at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, _: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        log.warning("%s: writing a checkpoint, then stopping (again to stop at once)", signal.Signals(number).name)
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _profiler(folder: Path | None) -> Iterator[None]:
+    if folder is None:
+        yield
+        return
+    import jax
+
+    with jax.profiler.trace(str(folder)):
+        yield
