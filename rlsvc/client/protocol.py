@@ -214,7 +214,8 @@ def decode_reply(data: bytes | str, contract: Contract) -> Reply:
     if not isinstance(message, dict):
         raise PolicyUnavailableError(f"the server answered with a {type(message).__name__}, not with actions")
     if "error" in message:
-        raise error_from(int(message.get("status", 500)), str(message["error"]))
+        status = message.get("status")
+        raise error_from(status if isinstance(status, int) else 500, str(message["error"]))
     action = message.get("action")
     shape = (contract.action_horizon, *contract.action.shape)
     if not isinstance(action, np.ndarray) or action.dtype.kind != "f" or action.shape != shape:

@@ -1,0 +1,156 @@
+"""A policy as a Ray Serve application: what is deployed, and how it is started and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlsvc.core.errors import UserError
+from rlsvc.serve.haproxy import haproxy_environment
+from rlsvc.serve.preflight import check_resources, local_cpus, local_gpus
+from rlsvc.serve.service import ServeSettings
+
+if TYPE_CHECKING:
+    from rlsvc.runner import Runner
+
+APP = "rlsvc"
+
+
+class StartError(UserError):
+    """Ray Serve took the policy and could not start it."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is served, where, and with what.
+
+    Attributes:
+        name: of the policy.
+        load: makes the runner in the replica's process.
+        host, port: where it listens.
+        replicas: how many.
+        cpus, gpus: of each replica.
+        settings: limits.
+    """
+
+    name: str
+    load: Callable[[], Runner]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    replicas: int = 1
+    cpus: float = 1.0
+    gpus: float = 0.0
+    settings: ServeSettings = ServeSettings()
+
+    def replica_environment(self) -> dict[str, str]:
+        """Set in the replica's process before it imports jax: share a card with others, stay off cards not asked for."""
+        variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        return variables if self.gpus else variables | {"JAX_PLATFORMS": "cpu"}
+
+
+def start(deployment: Deployment) -> None:
+    """Deploy on the Ray that this process is connected to, and wait until every replica is warm.
+
+    Raises:
+        StartError: Serve or a replica failed to start.
+    """
+    from ray import serve
+    from ray.exceptions import RayError
+
+    from rlsvc.serve.replica import PolicyReplica
+
+    settings = deployment.settings
+    # An open WebSocket counts as a request under way for as long as it is open.
+    most = settings.max_waiting + 256
+    policy = serve.deployment(
+        serve.ingress()(PolicyReplica),
+        name=deployment.name,
+        num_replicas=deployment.replicas,
+        max_ongoing_requests=most,
+        max_queued_requests=settings.max_waiting,
+        ray_actor_options={
+            "num_cpus": deployment.cpus,
+            "num_gpus": deployment.gpus,
+            "runtime_env": {"env_vars": deployment.replica_environment()},
+        },
+        # Connections stay open for hours: there is nothing to wait for at the end.
+        graceful_shutdown_timeout_s=2.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=2.0,
+        health_check_timeout_s=10.0,
+        # A bundle that does not load will not load the second time either.
+        max_constructor_retry_count=1,
+    )
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its progress lines are no part of the command's output
+    try:
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": deployment.host, "port": deployment.port, "keep_alive_timeout_s": 60},
+        )
+        serve.run(policy.bind(deployment.name, deployment.load, settings), name=APP, route_prefix="/")
+    except (RayError, RuntimeError, TimeoutError) as error:
+        raise StartError(f"policy '{deployment.name}' could not be served: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    """The line of Ray's report that names the exception in the replica, where there is one, else its first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
+    return (named or lines or [type(error).__name__])[-1 if named else 0]
+
+
+@contextlib.contextmanager
+def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
+    """A Ray to serve on: the cluster that RAY_ADDRESS names, else one of our own that ends with the block.
+
+    Yields:
+        What Ray says about itself.
+
+    Raises:
+        UserError: the cluster lacks what the replicas ask for.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    ask = (deployment.replicas, deployment.cpus, deployment.gpus)
+    folder: Path | None = None
+    if address is None:
+        check_resources(*ask, have_cpus=local_cpus(), have_gpus=local_gpus())
+        folder = Path(tempfile.mkdtemp(prefix="rlsvc-serve-"))
+        os.environ.update(haproxy_environment(folder))
+    try:
+        import ray
+
+        context = ray.init(
+            address=address,
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        have = ray.cluster_resources()
+        check_resources(*ask, have_cpus=have.get("CPU", 0.0), have_gpus=have.get("GPU", 0.0))
+        yield dict(context.address_info)
+    finally:
+        import ray
+
+        _stop(ours=address is None)
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop(*, ours: bool) -> None:
+    """End the application. With a Ray of our own everything ends with it; a cluster's Serve may hold others' applications."""
+    import ray
+
+    if ours or not ray.is_initialized():
+        return
+    from ray import serve
+
+    serve.delete(APP)
