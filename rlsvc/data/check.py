@@ -17,7 +17,7 @@ import numpy as np
 from rlsvc.core.errors import DatasetError
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.lerobot import LeRobotSource
-from rlsvc.data.load import datasets_inside, detect_format, open_source
+from rlsvc.data.load import datasets_inside, detect_format, format_of, open_source
 from rlsvc.data.rlds import is_rlds
 from rlsvc.data.source import Source
 
@@ -93,15 +93,13 @@ def check_path(path: str | Path, *, deep: bool = False) -> list[Report]:
     path = Path(path)
     if not path.exists():
         raise DatasetError(f"{path}: no such file or folder")
-    inside = datasets_inside(path)
-    reports = []
+    inside = [] if format_of(path) else datasets_inside(path)
+    reports = [check_dataset(p, deep=deep) for p in inside]
     if is_rlds(path):
         from rlsvc.data.check_rlds import check_rlds
 
-        reports.append(check_rlds(path))
-    elif not inside:
-        reports.append(check_dataset(path, deep=deep))
-    return reports + [check_dataset(p, deep=deep) for p in inside]
+        return [check_rlds(path), *reports]
+    return reports or [check_dataset(path, deep=deep)]
 
 
 def check_dataset(path: Path, *, deep: bool = False) -> Report:

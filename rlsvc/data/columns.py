@@ -37,11 +37,19 @@ BOOKKEEPING = ("episode_ends", "fps", "language", "task", "tasks")
 
 @dataclass(frozen=True)
 class Array:
-    """An array that has not been read yet: shape [N, ...], dtype, and how to read a range of its steps."""
+    """An array that has not been read yet.
+
+    Attributes:
+        shape: [N, ...].
+        dtype: as stored.
+        read: gives the steps from a start to an end.
+        lost: why it cannot be read, "" when it can.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[int, int], np.ndarray]
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,6 @@ def replay_buffer(
     arrays: Mapping[str, Array],
     small: Mapping[str, np.ndarray],
     fps: float | None,
-    absent: Mapping[str, str] | None = None,
 ) -> ReplayBufferSource:
     """The source over a replay buffer.
 
@@ -124,7 +131,6 @@ def replay_buffer(
         arrays: by name, arrays [N, ...].
         small: `episode_ends` and what else is not one value a step (`fps`, `language`).
         fps: overrides what the dataset says.
-        absent: by array name, why an array cannot be read.
 
     Raises:
         DatasetError: no usable `episode_ends` or `action`, an array of another length, or no known control rate.
@@ -133,10 +139,9 @@ def replay_buffer(
     pusht = _is_pusht(arrays)
     columns = _pusht_columns(path, arrays) if pusht else _columns(path, arrays)
     if "action" not in columns:
-        reason = "".join(f"; '{name}': {why}" for name, why in (absent or {}).items())
-        raise DatasetError(
-            f"{path}: no array 'action' (or 'actions'); it has: {', '.join(sorted(arrays)) or 'none'}{reason}"
-        )
+        raise DatasetError(f"{path}: no array 'action' (or 'actions'); it has: {', '.join(sorted(arrays)) or 'none'}")
+    absent = {key: lost for key, column in columns.items() if (lost := arrays[column.array].lost)}
+    columns = {key: column for key, column in columns.items() if key not in absent}
     if fps is None:
         fps = float(np.asarray(small["fps"]).item()) if "fps" in small else PUSHT_FPS if pusht else None
     if fps is None or not fps > 0:
@@ -144,9 +149,7 @@ def replay_buffer(
             f"{path}: the control rate is not known (no array 'fps'). "
             "Import it with its rate: rlsvc dataset import SRC DST --fps RATE"
         )
-    return ReplayBufferSource(
-        path, format, fps, columns, arrays, ends, _prompts(path, small, len(ends), pusht), dict(absent or {})
-    )
+    return ReplayBufferSource(path, format, fps, columns, arrays, ends, _prompts(path, small, len(ends), pusht), absent)
 
 
 def _episode_ends(path: Path, arrays: Mapping[str, Array], small: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -83,7 +83,7 @@ def detect_format(path: Path) -> str:
     """
     if not path.exists():
         raise DatasetError(f"{path}: no such file or folder")
-    found = _format_of(path)
+    found = format_of(path)
     if found:
         return found
     inside = datasets_inside(path)
@@ -100,10 +100,11 @@ def detect_format(path: Path) -> str:
 
 def datasets_inside(path: Path) -> list[Path]:
     """The datasets that lie directly in a folder."""
-    return [p for p in sorted(path.iterdir()) if _format_of(p)] if path.is_dir() else []
+    return [p for p in sorted(path.iterdir()) if format_of(p)] if path.is_dir() else []
 
 
-def _format_of(path: Path) -> str | None:
+def format_of(path: Path) -> str | None:
+    """Which of FORMATS a path holds, or None."""
     if path.is_file():
         return "npz" if path.suffix == ".npz" else None
     if (path / "meta" / "info.json").exists():

@@ -28,24 +28,23 @@ def open_zarr(path: Path, fps: float | None = None) -> ReplayBufferSource:
         data, meta = root["data"], root["meta"]
     except (KeyError, ValueError, OSError) as error:
         raise DatasetError(f"{path}: not a zarr replay buffer with the groups 'data' and 'meta' ({error})") from error
-    arrays, absent = {}, {}
+    arrays = {}
     for name in sorted(data.array_keys()):
         array = data[name]
         # zarr gives the fill value, without a word, for a chunk that is not on disk.
-        if array.nchunks_initialized < array.nchunks:
-            absent[name] = (
-                f"{array.nchunks - array.nchunks_initialized} of {array.nchunks} chunks are missing; copy it again"
-            )
-            continue
+        lost = array.nchunks - array.nchunks_initialized
         arrays[name] = Array(
-            array.shape, np.dtype(array.dtype), lambda start, end, a=array, n=name: _block(path, n, a, start, end)
+            array.shape,
+            np.dtype(array.dtype),
+            lambda start, end, a=array, n=name: _block(path, n, a, start, end),
+            f"{lost} of {array.nchunks} chunks of '{name}' are missing on disk; copy it again" if lost else "",
         )
     small = {
         name: _block(path, name, meta[name], 0, meta[name].shape[0])
         for name in meta.array_keys()
         if name in BOOKKEEPING
     }
-    return replay_buffer(path, "zarr replay buffer", arrays, small, fps, absent)
+    return replay_buffer(path, "zarr replay buffer", arrays, small, fps)
 
 
 def _block(path: Path, name: str, array: Any, start: int, end: int) -> np.ndarray:
