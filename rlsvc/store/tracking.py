@@ -117,9 +117,7 @@ def make_tracker(spec: RunSpec, run_dir: Path, resume: bool) -> RunTracker:
     temporary = ids_path.with_suffix(".json.tmp")
     temporary.write_text(json.dumps(ids, indent=2) + "\n")
     temporary.replace(ids_path)
-    tracker = RunTracker(run_dir, trackers, run_id=ids["mlflow"]["run_id"] if "mlflow" in trackers else "")
-    tracker.log_params(spec)
-    return tracker
+    return RunTracker(run_dir, trackers, run_id=ids["mlflow"]["run_id"] if "mlflow" in trackers else "")
 
 
 class JsonlTracker:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from rlsvc.tune.trial import Train, Trial, load_trials, run_trial, train_run
 OnTrial = Callable[[Trial], None]
 TUNE_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths in the spec are relative to where the sweep was started
+    "RAY_AIR_NEW_OUTPUT": "0",  # its banner ignores verbose=0
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the trials' own records and trackers take their place
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "30",  # a stopped trial closes its trackers before its process takes the next one
 }
@@ -112,6 +114,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _connect(spec: SweepSpec) -> None:
     for name, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the records replace
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "local")

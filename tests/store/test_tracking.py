@@ -60,6 +60,7 @@ def test_mlflow_gets_the_metrics_the_params_and_the_artifacts_of_a_run(root):
     spec = run_spec(root)
     run_dir = root / "demo" / "one"
     tracker = make_tracker(spec, run_dir, resume=False)
+    tracker.log_params(spec)
     (run_dir / "plots").mkdir()
     (run_dir / "plots" / "loss.txt").write_text("plot")
     for step in range(1, 2501):  # more than MLflow takes in one call
@@ -81,9 +82,11 @@ def test_mlflow_gets_the_metrics_the_params_and_the_artifacts_of_a_run(root):
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run_and_tags_what_changed(root):
     spec, run_dir = run_spec(root), root / "demo" / "one"
     first = make_tracker(spec, run_dir, resume=False)
+    first.log_params(spec)
     first.log(1, {"train/loss": 1.0})
     first.close("failed")
     second = make_tracker(spec.replace(total_steps=20), run_dir, resume=True)
+    second.log_params(spec.replace(total_steps=20))
     second.log(2, {"train/loss": 0.5})
     second.close()
 
@@ -232,6 +235,7 @@ def test_tensorboard_and_wandb_offline_log_the_same_run_at_once_and_resume(tmp_p
     spec = run_spec(tmp_path, trackers=["tensorboard", "wandb"])
     for resume, step in ((False, 1), (True, 2)):
         tracker = make_tracker(spec, tmp_path / "run", resume=resume)
+        tracker.log_params(spec)
         tracker.log(step, {"train/loss": 0.5 * step})
         (tmp_path / "run" / "note.txt").write_text("artifact")
         tracker.artifact(tmp_path / "run" / "note.txt")

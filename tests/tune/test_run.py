@@ -61,7 +61,7 @@ def test_asha_stops_the_worse_trials_early_and_lets_the_best_write_its_bundle(ra
     def train(run, on_metrics):
         for step in range(10, 101, 10):
             on_metrics(step, {"eval/max_reward": run.algo.batch_size * step})
-        return tmp_path  # reached only by a trial that was not stopped, also not at its last report
+        return Path(run.root) / "bundle"  # reached only by a trial that was not stopped, also not at its last report
 
     space = {"algo.batch_size": {"grid": [64, 32, 16, 8]}}  # the best first: the later ones are worse at every rung
     asha = {"name": "asha", "grace": 10, "reduction": 2}
@@ -69,7 +69,7 @@ def test_asha_stops_the_worse_trials_early_and_lets_the_best_write_its_bundle(ra
     assert {trial.values["algo.batch_size"]: trial.status for trial in report.trials} == {
         64: "finished", 32: "stopped", 16: "stopped", 8: "stopped"
     }  # fmt: skip
-    assert report.best.bundle == str(tmp_path)
+    assert report.best.bundle == str(report.folder / "bundle")
     assert max(trial.history[-1][0] for trial in report.trials if trial.status == "stopped") < 100
 
 
