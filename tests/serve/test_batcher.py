@@ -1,0 +1,146 @@
+"""The batcher: batching is invisible in the answers, and one bad row is nobody else's problem."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from serving_fakes import POISON, SMALL_CONTRACT, FakeRunner, expected_action
+
+from rlsvc.core.types import ActionChunk
+from rlsvc.serve.batcher import Batcher, OverloadedError
+
+
+def row(value: float) -> dict[str, np.ndarray]:
+    return {"observation.state": np.full((1, 3), value, np.float32)}
+
+
+async def act_all(batcher, values):
+    return await asyncio.gather(*(batcher.act(row(v), seed=i, step=i) for i, v in enumerate(values)), return_exceptions=True)
+
+
+@pytest.fixture
+def runner():
+    return FakeRunner(SMALL_CONTRACT)
+
+
+@pytest.fixture
+def batcher(runner):
+    batcher = Batcher(runner, max_batch=8, wait_s=0.05)
+    yield batcher
+    runner.open.set()
+    batcher.close()
+
+
+def test_rows_that_wait_go_together_and_each_gets_its_own_answer(runner, batcher):
+    async def scenario():
+        runner.open.clear()
+        waiting = asyncio.ensure_future(act_all(batcher, range(20)))
+        await asyncio.sleep(0.05)
+        runner.open.set()
+        return await waiting
+
+    answers = asyncio.run(scenario())
+    assert max(runner.batches) == 8
+    assert sum(runner.batches) == 20
+    for i, answer in enumerate(answers):
+        np.testing.assert_array_equal(answer.action, expected_action(np.full((1, 3), i), i, i))
+        assert answer.version == "fake-1"
+
+
+def test_one_client_alone_never_waits_for_others(runner, batcher):
+    async def scenario():
+        return [await batcher.act(row(1.0), 0, 0) for _ in range(5)]
+
+    assert max(answer.queue_s for answer in asyncio.run(scenario())) < 0.04
+    assert runner.batches == [1] * 5
+
+
+def test_clients_that_act_in_step_are_kept_together(runner, batcher):
+    async def client(i):
+        for _ in range(10):
+            await batcher.act(row(i), 0, 0)
+
+    async def scenario():
+        await asyncio.gather(*(client(i) for i in range(4)))
+
+    asyncio.run(scenario())
+    assert len(runner.batches) <= 15  # of the 40 that it would take one by one
+
+
+def test_a_row_that_breaks_the_policy_fails_alone(runner, batcher):
+    async def scenario():
+        runner.open.clear()
+        waiting = asyncio.ensure_future(act_all(batcher, [1.0, 2.0, POISON, 4.0]))
+        await asyncio.sleep(0.05)
+        runner.open.set()
+        return await waiting
+
+    answers = asyncio.run(scenario())
+    assert [isinstance(answer, RuntimeError) for answer in answers] == [False, False, True, False]
+    assert batcher.alive
+
+
+def test_too_many_waiting_rows_are_refused(runner):
+    batcher = Batcher(runner, max_batch=1, max_waiting=2)
+
+    async def scenario():
+        runner.open.clear()
+        waiting = asyncio.ensure_future(act_all(batcher, range(8)))
+        await asyncio.sleep(0.05)
+        runner.open.set()
+        return await waiting
+
+    answers = asyncio.run(scenario())
+    batcher.close()
+    refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
+    assert 5 <= len(refused) <= 6
+
+
+def test_a_row_whose_caller_gave_up_costs_no_call(runner, batcher):
+    async def scenario():
+        runner.open.clear()
+        first = asyncio.ensure_future(batcher.act(row(1.0), 0, 0))
+        await asyncio.sleep(0.05)
+        second = asyncio.ensure_future(batcher.act(row(2.0), 0, 0))
+        await asyncio.sleep(0.05)
+        second.cancel()
+        await asyncio.sleep(0)
+        runner.open.set()
+        await first
+        return await batcher.act(row(3.0), 0, 0)
+
+    asyncio.run(scenario())
+    assert sum(runner.batches) == 2
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [(np.full((1, 4, 2), np.nan), "not finite"), (np.zeros((1, 3, 2)), "contract says"), (np.zeros((4, 2)), "contract says")],
+)
+def test_actions_that_are_not_finite_or_of_a_wrong_shape_never_leave(runner, batcher, action, message):
+    runner.act = lambda observation, seeds, steps: ActionChunk(action, "x")
+    with pytest.raises(RuntimeError, match=message):
+        asyncio.run(batcher.act(row(1.0), 0, 0))
+
+
+def test_closing_answers_what_waits_and_refuses_what_comes(runner):
+    batcher = Batcher(runner)
+    assert asyncio.run(batcher.act(row(1.0), 0, 0)).batch_size == 1
+    batcher.close()
+    assert not batcher.alive
+    with pytest.raises(OverloadedError, match="shutting down"):
+        asyncio.run(batcher.act(row(1.0), 0, 0))
+
+
+def test_busy_time_is_seen_while_a_batch_runs(runner, batcher):
+    async def scenario():
+        runner.open.clear()
+        waiting = asyncio.ensure_future(batcher.act(row(1.0), 0, 0))
+        await asyncio.sleep(0.1)
+        busy = batcher.busy_s()
+        runner.open.set()
+        await waiting
+        return busy
+
+    assert asyncio.run(scenario()) > 0.05
+    assert batcher.busy_s() == 0.0
