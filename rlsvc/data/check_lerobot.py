@@ -84,7 +84,7 @@ def _modality(source: LeRobotSource, path: Path) -> Iterator[Finding]:
         "names in meta/info.json",
         "not carried over; the names of meta/info.json are used",
     )
-    modality = read_json(path)
+    modality = {part: value for part, value in read_json(path).items() if isinstance(value, dict)}
     for part, column in (("state", "observation.state"), ("action", "action")):
         for name, span in modality.get(part, {}).items():
             width = source.features[column].shape[0] if column in source.features else 0

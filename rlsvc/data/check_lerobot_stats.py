@@ -34,7 +34,9 @@ def check_stats(source: LeRobotSource, table: EpisodeTable, episodes: Sequence[i
             stats |= {int(row["episode_index"]): row["stats"] for row in read_json_lines(path)}
         else:
             stats[None] = read_json(path)
-    except (DatasetError, KeyError, TypeError) as error:
+        if not all(isinstance(feature, dict) for named in stats.values() for feature in named.values()):
+            raise TypeError("expected statistics by feature name")
+    except (DatasetError, KeyError, TypeError, AttributeError) as error:
         yield Finding("warning", "statistics", where, f"not readable: {error}", "statistics of every feature", NOT_USED)
         return
     yield from _keys(source, where, stats)
@@ -97,7 +99,14 @@ def _values(where: str, key: str, parts: list[tuple[Any, np.ndarray, int | None]
         for name, moment in MOMENTS.items():
             if name not in stats:
                 continue
-            got, real = np.asarray(stats[name], np.float64), moment(values, axis=0)
+            real = moment(values, axis=0)
+            try:
+                got = np.asarray(stats[name], np.float64)
+            except (ValueError, TypeError):
+                yield Finding(
+                    "warning", "statistics", where, f"'{name}' of '{key}' is no array", str(real.shape), NOT_USED
+                )
+                return
             if got.shape != real.shape:
                 yield Finding(
                     "warning",

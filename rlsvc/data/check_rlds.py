@@ -143,7 +143,7 @@ def _image_flags(episodes: list[RawEpisode]) -> Iterator[Finding]:
         key = f"steps/observation/image_{flag.rpartition('_')[2]}"
         # An empty camera is filled with one placeholder frame; a real one changes from step to step.
         real = sum(len(set(episode.get(key, ()))) > 1 for episode in episodes)
-        flagged = sum(bool(np.any(episode[flag])) for episode in episodes)
+        flagged = sum(bool(np.any(episode.get(flag, 0))) for episode in episodes)
         if real != flagged:
             yield Finding(
                 "warning",

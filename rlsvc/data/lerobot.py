@@ -18,7 +18,7 @@ from rlsvc.core.contract import TEXT, Feature
 from rlsvc.core.errors import DatasetError
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.cache import cached_frames
-from rlsvc.data.lerobot_meta import BOOKKEEPING, Episode, LeRobotMeta, read_meta, read_parquet, to_feature
+from rlsvc.data.lerobot_meta import BOOKKEEPING, DTYPES, Episode, LeRobotMeta, read_meta, read_parquet, to_feature
 
 
 class LeRobotSource:
@@ -36,18 +36,25 @@ class LeRobotSource:
         self.fps = self.meta.fps
         self.episode_ids = list(self.meta.episodes)
         self.num_steps = sum(episode.length for episode in self.meta.episodes.values())
-        self.absent = {camera: why for camera in self.meta.cameras if (why := self._why_absent(camera))}
+        self.absent = {
+            key: why for key in self.meta.declared if key not in BOOKKEEPING and (why := self._why_absent(key))
+        }
         self.features: dict[str, Feature] = {
             key: to_feature(declared)
             for key, declared in self.meta.declared.items()
             if key not in BOOKKEEPING and key not in self.absent
         }
 
-    def _why_absent(self, camera: str) -> str | None:
-        info = self.meta.declared[camera].get("info") or self.meta.declared[camera].get("video_info") or {}
+    def _why_absent(self, key: str) -> str | None:
+        declared = self.meta.declared[key]
+        if declared["dtype"] not in DTYPES:
+            return f"dtype '{declared['dtype']}' is not supported"
+        info = declared.get("info") or declared.get("video_info") or {}
         if info.get("is_depth_map") or info.get("video.is_depth_map"):
-            return "depth video, which is not supported"
-        spans = [episode.videos.get(camera) for episode in self.meta.episodes.values()]
+            return "depth images are not supported"
+        if key not in self.meta.cameras:
+            return None
+        spans = [episode.videos.get(key) for episode in self.meta.episodes.values()]
         if not any(span is not None and span.path.exists() for span in spans):
             return f"declared in meta/info.json, but none of its {len(spans)} episodes has a video file"
         return None

@@ -16,6 +16,11 @@ from rlsvc.core.contract import TEXT, Feature
 from rlsvc.core.errors import DatasetError
 
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+NUMBERS = (
+    *("bool", "float16", "float32", "float64"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+)
+DTYPES = (*NUMBERS, "string", "image", "video")
 VERSIONS = ("v3.0", "v2.1", "v2.0")
 
 
@@ -94,16 +99,31 @@ def read_meta(root: Path) -> LeRobotMeta:
         raise DatasetError(f"{root / 'meta/info.json'}: fps is {fps!r}, expected a number above 0")
     if not isinstance(declared, dict) or not declared:
         raise DatasetError(f"{root / 'meta/info.json'}: no 'features'")
+    for key, feature in declared.items():
+        if (
+            not isinstance(feature, dict)
+            or not isinstance(feature.get("dtype"), str)
+            or not _is_shape(feature.get("shape"))
+        ):
+            raise DatasetError(
+                f"{root / 'meta/info.json'}: feature '{key}' is {str(feature)[:80]}, expected a dtype and a shape"
+            )
     read = _read_v3 if version == "v3.0" else _read_v2
     try:
         tasks, episodes = read(root, info)
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        if isinstance(error, DatasetError):
+            raise
         raise DatasetError(
             f"{root / 'meta'}: does not follow LeRobot {version} ({type(error).__name__}: {error})"
         ) from error
     if not episodes:
         raise DatasetError(f"{root}: no episodes in meta/")
     return LeRobotMeta(root, version, float(fps), declared, tasks, episodes, info)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(n, int) and n > 0 for n in value)
 
 
 def _read_v3(root: Path, info: Mapping[str, Any]) -> tuple[dict[int, str], dict[int, Episode]]:

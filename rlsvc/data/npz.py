@@ -19,7 +19,9 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         DatasetError: not an npz file, truncated, or holding pickled objects.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, since np.load leaves a file that it cannot read open.
+        with path.open("rb") as stream:
+            file = np.load(stream, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise DatasetError(f"{path}: one array without names (.npy), expected an .npz file")
             return {name: file[name] for name in file.files}

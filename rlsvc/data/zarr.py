@@ -25,12 +25,14 @@ def open_zarr(path: Path, fps: float | None = None) -> ReplayBufferSource:
 
     try:
         root: Any = zarr.open_group(str(path), mode="r")
-        data, meta = root["data"], root["meta"]
-    except (KeyError, ValueError, OSError) as error:
-        raise DatasetError(f"{path}: not a zarr replay buffer with the groups 'data' and 'meta' ({error})") from error
+        data = {name: root["data"][name] for name in sorted(root["data"].array_keys())}
+        meta = {name: root["meta"][name] for name in root["meta"].array_keys() if name in BOOKKEEPING}
+    except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
+        raise DatasetError(
+            f"{path}: not readable as a zarr replay buffer with the groups 'data' and 'meta' ({error}); copy it again"
+        ) from error
     arrays = {}
-    for name in sorted(data.array_keys()):
-        array = data[name]
+    for name, array in data.items():
         # zarr gives the fill value, without a word, for a chunk that is not on disk.
         lost = array.nchunks - array.nchunks_initialized
         arrays[name] = Array(
@@ -39,11 +41,7 @@ def open_zarr(path: Path, fps: float | None = None) -> ReplayBufferSource:
             lambda start, end, a=array, n=name: _block(path, n, a, start, end),
             f"{lost} of {array.nchunks} chunks of '{name}' are missing on disk; copy it again" if lost else "",
         )
-    small = {
-        name: _block(path, name, meta[name], 0, meta[name].shape[0])
-        for name in meta.array_keys()
-        if name in BOOKKEEPING
-    }
+    small = {name: _block(path, name, array, 0, array.shape[0]) for name, array in meta.items()}
     return replay_buffer(path, "zarr replay buffer", arrays, small, fps)
 
 

@@ -133,6 +133,11 @@ def test_a_column_of_another_width_than_declared_is_refused(sample):
         ({"codebase_version": "v1.6"}, "codebase_version 'v1.6', expected one of v3.0, v2.1, v2.0"),
         ({"fps": 0}, "fps is 0, expected a number above 0"),
         ({"features": {}}, "no 'features'"),
+        ({"features": {"action": {"shape": [7]}}}, "feature 'action' is .* expected a dtype and a shape"),
+        (
+            {"features": {"action": {"dtype": "float32", "shape": 7}}},
+            "feature 'action' is .* expected a dtype and a shape",
+        ),
         ({"data_path": "data/{nonsense}.parquet"}, "does not follow LeRobot v2.1"),
     ],
 )
@@ -247,3 +252,19 @@ def test_v30_element_names_are_flattened(sample):
     source = open_source(sample("g1_v30"))
     assert source.features["action"].names[:2] == ("kLeftShoulderPitch", "kLeftShoulderRoll")
     assert source.features["action"].shape == (26,)
+
+
+@pytest.mark.parametrize(
+    ("declared", "why"),
+    [
+        ({"dtype": "language", "shape": [1]}, "dtype 'language' is not supported"),
+        ({"dtype": "image", "shape": [4, 4, 1], "info": {"is_depth_map": True}}, "depth images are not supported"),
+    ],
+)
+def test_features_that_cannot_be_read_rightly_are_absent_never_misread(declared, why, sample):
+    path = sample("cr5_v21")
+    info = json.loads((path / "meta/info.json").read_text())
+    edit_json(path / "meta/info.json", features={**info["features"], "extra": declared})
+    assert open_source(path).absent["extra"] == why
+    with pytest.raises(DatasetError, match=f"'extra' cannot be read: {why}"):
+        load(path, ["extra"])

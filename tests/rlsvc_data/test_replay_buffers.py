@@ -78,7 +78,7 @@ def test_a_damaged_chunk_is_refused(sample):
 def test_a_zarr_without_the_two_groups_is_refused(sample):
     path = sample("pusht/pusht_first1.zarr")
     shutil.rmtree(path / "meta")
-    with pytest.raises(DatasetError, match="not a zarr replay buffer with the groups 'data' and 'meta'"):
+    with pytest.raises(DatasetError, match="not readable as a zarr replay buffer with the groups 'data' and 'meta'"):
         load(path)
 
 
