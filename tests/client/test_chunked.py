@@ -1,0 +1,117 @@
+"""ChunkedPolicy: n actions of a chunk are executed, then the policy is asked with the last T observations."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from serving_fakes import CONTRACT
+
+from rlsvc.client import AsyncChunkedPolicy, ChunkedPolicy, PolicyUnavailableError, Reply
+from rlsvc.core.contract import Contract, Feature
+from rlsvc.core.errors import ContractError, UserError
+
+WINDOWED = Contract({"observation.state": Feature((1,), "float32")}, Feature((2,), "float32"), 10.0, n_obs_steps=3, action_horizon=4)
+
+
+class FakeClient:
+    """Remembers what it was asked; action h of chunk k is [k, h]."""
+
+    def __init__(self, contract):
+        self.contract = contract
+        self.asked = []
+        self.down = False
+
+    def act(self, observation, *, seed, step):
+        if self.down:
+            raise PolicyUnavailableError("down")
+        self.asked.append((observation["observation.state"].tolist(), seed, step))
+        chunk = np.stack([[len(self.asked) - 1, h] for h in range(self.contract.action_horizon)])
+        return Reply(chunk.astype(np.float32), "1")
+
+
+class AsyncFakeClient(FakeClient):
+    async def act(self, observation, *, seed, step):
+        return super().act(observation, seed=seed, step=step)
+
+
+def run(client, steps, **options):
+    policy = ChunkedPolicy(client, **options)
+    return [policy.act({"observation.state": [float(i)]}).tolist() for i in range(steps)]
+
+
+def test_a_chunk_is_executed_to_its_end_and_then_refreshed():
+    client = FakeClient(WINDOWED)
+    assert run(client, 6) == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
+    assert client.asked == [([[0], [0], [0]], 0, 0), ([[2], [3], [4]], 0, 4)]
+
+
+def test_fewer_actions_can_be_executed_of_each_chunk():
+    client = FakeClient(WINDOWED)
+    assert run(client, 5, n_execute=2, seed=9) == [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0]]
+    assert [(seed, step) for _, seed, step in client.asked] == [(9, 0), (9, 2), (9, 4)]
+
+
+@pytest.mark.parametrize("n", [0, 5, -1])
+def test_more_actions_than_the_horizon_are_refused(n):
+    with pytest.raises(UserError, match="expected 1 to 4"):
+        ChunkedPolicy(FakeClient(WINDOWED), n_execute=n)
+
+
+def test_reset_begins_an_episode_anew():
+    client = FakeClient(WINDOWED)
+    policy = ChunkedPolicy(client)
+    policy.act({"observation.state": [1.0]})
+    policy.act({"observation.state": [2.0]})
+    policy.reset(seed=7)
+    assert policy.act({"observation.state": [5.0]}).tolist() == [1, 0]
+    assert client.asked[-1] == ([[5], [5], [5]], 7, 0)
+
+
+def test_a_dead_link_raises_instead_of_an_action_and_recovers():
+    client = FakeClient(WINDOWED)
+    policy = ChunkedPolicy(client, n_execute=1)
+    policy.act({"observation.state": [0.0]})
+    client.down = True
+    for _ in range(3):
+        with pytest.raises(PolicyUnavailableError):
+            policy.act({"observation.state": [1.0]})
+    client.down = False
+    assert policy.act({"observation.state": [2.0]}).tolist() == [1, 0]
+
+
+def test_a_bad_observation_is_refused_at_its_step_even_while_a_chunk_is_under_way():
+    client = FakeClient(WINDOWED)
+    policy = ChunkedPolicy(client)
+    policy.act({"observation.state": [0.0]})
+    with pytest.raises(ContractError, match="not finite"):
+        policy.act({"observation.state": [np.nan]})
+    with pytest.raises(ContractError, match="not in the contract"):
+        policy.act({"state": [1.0]})
+    for i in range(1, 5):
+        policy.act({"observation.state": [float(i)]})
+    assert client.asked[-1][0] == [[2], [3], [4]]
+
+
+def test_the_asynchronous_one_does_the_same():
+    async def scenario():
+        client = AsyncFakeClient(WINDOWED)
+        policy = AsyncChunkedPolicy(client, n_execute=3)
+        actions = [(await policy.act({"observation.state": [float(i)]})).tolist() for i in range(4)]
+        policy.reset()
+        actions.append((await policy.act({"observation.state": [9.0]})).tolist())
+        return actions, client.asked
+
+    actions, asked = asyncio.run(scenario())
+    assert actions == [[0, 0], [0, 1], [0, 2], [1, 0], [2, 0]]
+    assert asked[-1] == ([[9], [9], [9]], 0, 0)
+
+
+def test_images_and_texts_keep_their_types_in_the_window():
+    client = FakeClient(CONTRACT)
+    seen = {}
+    client.act = lambda observation, *, seed, step: seen.update(observation) or Reply(np.zeros((4, 2), np.float32), "1")
+    policy = ChunkedPolicy(client)
+    policy.act({"observation.state": np.ones(3), "observation.image": np.full((4, 4, 3), 9, np.uint8), "task": "push"})
+    CONTRACT.check_observation(seen)
+    assert seen["observation.image"].dtype == np.uint8
+    assert seen["task"].tolist() == ["push", "push"]
