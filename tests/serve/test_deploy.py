@@ -1,0 +1,186 @@
+"""A policy on a real Ray Serve: openpi's own client, batching, limits, and what happens when a replica dies or stops."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import serving_fakes
+from openpi_client.action_chunk_broker import ActionChunkBroker
+from openpi_client.websocket_client_policy import WebsocketClientPolicy
+from serving_fakes import SMALL_CONTRACT, FakeRunner, expected_action
+
+from rlsvc.client import ClientOptions, PolicyClient
+from rlsvc.core.contract import Contract, Feature
+from rlsvc.core.wire import pack, unpack
+from rlsvc.data.normalize import Normalizer
+from rlsvc.serve.deploy import APP, Deployment, StartError, start
+from rlsvc.serve.haproxy import free_ports
+from rlsvc.serve.service import ServeSettings
+from rlsvc.store.bundle import write_bundle
+
+ROOT = Path(__file__).parents[2]
+STATE = {"observation.state": np.array([1, 2, 3], np.float32)}
+
+
+@pytest.fixture(scope="module")
+def served(ray_cluster):
+    """ "127.0.0.1:port" of a FakeRunner that takes 5 ms for a batch of up to 8."""
+    from ray import cloudpickle, serve
+
+    cloudpickle.register_pickle_by_value(serving_fakes)  # replicas do not see the tests' folder
+    (port,) = free_ports(1)
+    settings = ServeSettings(max_body_bytes=2**20, max_batch=8, max_waiting=64)
+    start(Deployment("fake", lambda: FakeRunner(SMALL_CONTRACT, seconds=0.005), port=port, cpus=0.1, settings=settings))
+    yield f"127.0.0.1:{port}"
+    serve.delete(APP)
+    cloudpickle.unregister_pickle_by_value(serving_fakes)
+
+
+def openpi(url: str) -> WebsocketClientPolicy:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # openpi's client calls websockets the old way
+        return WebsocketClientPolicy(f"ws://{url}")
+
+
+def replica_of(url: str) -> psutil.Process:
+    """The process of the one replica of "fake" on this machine."""
+    found = [p for p in psutil.process_iter(["cmdline"]) if "ServeReplica:rlsvc:fake" in " ".join(p.info["cmdline"] or [])]
+    assert len(found) == 1, found
+    return found[0]
+
+
+@pytest.mark.ray
+def test_openpis_client_gets_metadata_and_actions(served):
+    policy = openpi(served)
+    assert policy.get_server_metadata()["contract"] == SMALL_CONTRACT.to_json()
+    answer = policy.infer(STATE)
+    np.testing.assert_array_equal(answer["actions"], expected_action(STATE["observation.state"], 0, 0))
+    assert answer["server_timing"]["infer_ms"] > 0
+    assert answer["policy_timing"]["infer_ms"] >= 5
+    with pytest.raises(RuntimeError, match=r"got shape \(2,\), expected \(1, 3\)"):
+        policy.infer({"observation.state": np.zeros(2)})
+    assert policy.infer(STATE)["actions"].shape == (4, 2)
+
+
+@pytest.mark.ray
+def test_openpis_action_chunk_broker_executes_a_chunk(served):
+    broker = ActionChunkBroker(openpi(served), action_horizon=4)
+    actions = [broker.infer(STATE)["actions"] for _ in range(5)]
+    np.testing.assert_array_equal(actions[:4], expected_action(STATE["observation.state"], 0, 0))
+    np.testing.assert_array_equal(actions[4], expected_action(STATE["observation.state"], 0, 1)[0])
+
+
+@pytest.mark.ray
+def test_json_and_msgpack_over_http(served):
+    url = f"http://{served}/v1/policies/fake/act"
+    want = expected_action(STATE["observation.state"], 3, 4)
+    answer = httpx.post(url, json={"observation": {"observation.state": [1, 2, 3]}, "seed": 3, "step": 4})
+    np.testing.assert_array_equal(answer.json()["action"], want)
+    body = pack({"observation": STATE, "seed": 3, "step": 4})
+    answer = httpx.post(url, content=body, headers={"content-type": "application/msgpack"})
+    np.testing.assert_array_equal(unpack(answer.content)["action"], want)
+    assert httpx.get(f"http://{served}/readyz").json() == {"ready": True}
+    assert httpx.post(url, json={"observation": {}}).status_code == 422
+    assert httpx.post(f"http://{served}/v1/policies/fak/act", json={}).status_code == 404
+    assert "rlsvc_requests_total" in httpx.get(f"http://{served}/metrics").text
+
+
+@pytest.mark.ray
+def test_a_body_of_300_mb_is_refused_and_not_held_in_memory(served):
+    replica = replica_of(served)
+    before = replica.memory_info().rss
+    piece, sent = b"x" * 2**20, []
+
+    def pieces():
+        for _ in range(300):
+            sent.append(1)
+            yield piece
+
+    url = f"http://{served}/v1/policies/fake/act"
+    answer = httpx.post(url, content=pieces(), headers={"content-type": "application/json"}, timeout=30)
+    assert answer.status_code == 413
+    assert "larger than 1048576 bytes" in answer.json()["error"]
+    answer = httpx.post(url, content=piece * 300, headers={"content-type": "application/json"}, timeout=30)
+    assert answer.status_code == 413
+    assert replica.memory_info().rss - before < 50 * 2**20
+
+
+@pytest.mark.ray
+def test_batched_answers_equal_unbatched_ones(served):
+    states = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+
+    def robot(i):
+        with PolicyClient(served) as client:
+            return [client.act({"observation.state": states[i]}, seed=i, step=step) for step in range(10)]
+
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(robot, range(16)))
+    assert max(reply.timing["batch_size"] for robots in replies for reply in robots) > 1
+    for i, robots in enumerate(replies):
+        for step, reply in enumerate(robots):
+            np.testing.assert_array_equal(reply.action, expected_action(states[i], i, step))
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("transport", ["ws", "http"])
+def test_a_stopped_replica_is_a_timeout_and_goes_on_when_it_wakes(served, transport):
+    replica = replica_of(served)
+    with PolicyClient(served, transport=transport, options=ClientOptions(timeout_s=1.0)) as client:
+        client.act(STATE)
+        replica.send_signal(signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            with pytest.raises(TimeoutError):
+                client.act(STATE)
+            assert time.monotonic() - begun < 3
+        finally:
+            replica.send_signal(signal.SIGCONT)
+    with PolicyClient(served, transport=transport) as client:
+        assert client.act(STATE).action.shape == (4, 2)
+
+
+@pytest.mark.ray
+def test_a_killed_replica_costs_a_client_time_and_no_failure(served):
+    """Both transports at once, since a replica takes long to start here."""
+
+    def robot(transport):
+        with PolicyClient(served, transport=transport, options=ClientOptions(timeout_s=90.0, retries=100)) as client:
+            for step in range(10_000):
+                reply = client.act(STATE, seed=1, step=step)
+                np.testing.assert_array_equal(reply.action, expected_action(STATE["observation.state"], 1, step))
+                if stop.is_set():
+                    return step
+
+    stop = threading.Event()
+    before = replica_of(served).pid
+    with ThreadPoolExecutor(2) as pool:
+        robots = [pool.submit(robot, transport) for transport in ("ws", "http")]
+        time.sleep(0.5)
+        os.kill(before, signal.SIGKILL)
+        time.sleep(0.5)
+        stop.set()
+        assert all(robot.result(timeout=100) > 0 for robot in robots)
+    assert replica_of(served).pid != before
+
+
+@pytest.mark.ray
+def test_a_policy_that_does_not_load_says_why_in_one_line(served):
+    def load():
+        raise ValueError("the weights do not fit")
+
+    with pytest.raises(StartError) as caught:
+        start(Deployment("broken", load, port=int(served.split(":")[1]), cpus=0.1))
+    assert "the weights do not fit" in str(caught.value)
+    assert "\n" not in str(caught.value)
