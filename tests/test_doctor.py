@@ -145,6 +145,9 @@ def test_a_cluster_that_is_named_and_does_not_answer_is_missing(monkeypatch):
 
 
 def test_the_doctor_imports_neither_jax_torch_ray_nor_mlflow():
-    program = "import sys, rlsvc.doctor, rlsvc.commands.doctor\nprint([m for m in ('jax', 'torch', 'ray', 'mlflow') if m in sys.modules])"
+    program = (
+        "import sys, rlsvc.doctor, rlsvc.commands.doctor\n"
+        "print([m for m in ('jax', 'torch', 'ray', 'mlflow') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert done.stdout.strip() == "[]"

@@ -1,11 +1,15 @@
 """The driver of a sweep: Ray Tune over trials that each train in a process of their own.
 
+A sweep is resumed without Tune's snapshots, which are taken now and then and lacked trials after a SIGKILL (as in
+ray#30861). The seeded search makes the same trials again; those that are over repeat their reports from their records,
+which brings the scheduler up to date too; the others go on from their checkpoints.
+
 The sweep's folder, which every node must reach, is `<root>/sweeps/<name>/`:
 
     sweep.json        the sweep and its base run, as resolved
     trials/           one record a trial (rlsvc/tune/trial.py)
     <project>/<trial> the run folder of a trial: checkpoints, bundles, metrics
-    tune/             Ray Tune's snapshots: the search and the scheduler
+    tune/             Ray Tune's own files, which nothing here reads
     trials.csv, sweep.png, best.yaml, best_bundle/   the report (rlsvc/tune/report.py)
 """
 
@@ -54,7 +58,8 @@ def run_sweep(
     Args:
         spec: of the sweep.
         base: the run that the trials vary.
-        resume: go on with the sweep of this name: finished trials stay, unfinished ones go on from their checkpoints.
+        resume: go on with the sweep of this name: finished trials stay, unfinished and failed ones go on from their
+            checkpoints.
         train: what a trial runs.
         on_trial: called with every trial that is over.
 
@@ -124,8 +129,8 @@ def _connect(spec: SweepSpec) -> None:
         for name, need in (("CPU", spec.resources.cpu), ("GPU", spec.resources.gpu)):
             if need > have.get(name, 0):
                 raise SpecError(
-                    f"resources.{name.lower()}: a trial asks for {need:g}, this machine has {have.get(name, 0):g}. Ask for "
-                    "less, or set RAY_ADDRESS to a cluster that has them"
+                    f"resources.{name.lower()}: a trial asks for {need:g}, this machine has {have.get(name, 0):g}. Ask "
+                    "for less, or set RAY_ADDRESS to a cluster that has them"
                 )
 
 
@@ -137,9 +142,6 @@ def _tuner(folder: Path, spec: SweepSpec, base: RunSpec, train: Train, on_trial:
         run_trial(folder, number, values, spec, base, train, tune.report)
 
     trainable = tune.with_resources(objective, {"CPU": spec.resources.cpu, "GPU": spec.resources.gpu})
-    snapshots = str(folder / "tune")
-    if tune.Tuner.can_restore(snapshots):
-        return tune.Tuner.restore(snapshots, trainable, resume_unfinished=True)
     return tune.Tuner(
         trainable,
         param_space=to_tune(spec.space),
@@ -147,7 +149,7 @@ def _tuner(folder: Path, spec: SweepSpec, base: RunSpec, train: Train, on_trial:
             metric=spec.metric,
             mode=spec.mode,
             num_samples=spec.samples,
-            # A constant seed makes the same trials again if the driver dies before Tune's first snapshot.
+            # The same seed makes the same trials again when the sweep is resumed.
             search_alg=BasicVariantGenerator(max_concurrent=spec.concurrency, random_state=spec.seed),
             scheduler=_scheduler(spec, base),
             reuse_actors=True,  # a process costs seconds to start, and keeps what JAX compiled

@@ -1,8 +1,7 @@
 """One trial of a sweep: what runs in its process, and its record on disk.
 
 A trial's record is `<sweep>/trials/<number>.json` (values, status, reason, bundle) and `.jsonl` (the metric by step),
-written by the trial itself as it goes. So a finished trial is never lost or run again, whatever dies: Tune's own
-snapshots are only taken now and then.
+written by the trial itself as it goes. So a finished trial is never lost or run again, whatever dies.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def test_best_yaml_is_a_run_that_composes_as_it_is(tmp_path, base):
     report = write_report(tmp_path, sweep(), base, trials())
     run = compose([str(report.best_yaml)])
     assert run == base.replace(
-        name="s-best", algo={**base.algo.model_dump(), "learning_rate": 1e-3}, policy={**base.policy.model_dump(), "target": "v"}
+        name="s-best",
+        algo={**base.algo.model_dump(), "learning_rate": 1e-3},
+        policy={**base.policy.model_dump(), "target": "v"},
     )
 
 

@@ -51,7 +51,7 @@ def test_trials_run_in_other_processes_from_the_spec_and_the_best_one_is_found(r
     assert report.best.values == {"algo.batch_size": 32}
     assert (report.best_bundle / "bundle.json").read_text() == report.best.name
     assert "batch_size: 32" in report.best_yaml.read_text()
-    with pytest.raises(BusyError, match="exists already.*--resume"):
+    with pytest.raises(BusyError, match=r"exists already.*--resume"):
         run_sweep(sweep(space=space, samples=1), base, train=train)
     with pytest.raises(SpecError, match=r"sweep\.samples: was 1, got 2"):
         run_sweep(sweep(space=space, samples=2), base, train=train, resume=True)
@@ -80,7 +80,7 @@ def test_a_nan_and_a_dead_trial_are_reported_with_their_reasons_and_the_sweep_go
         import signal
 
         for step in range(10, 101, 10):
-            if run.seed == 1 and step == 20:
+            if run.seed == 1:
                 on_metrics(step, {"eval/max_reward": float("nan")})
             if run.seed == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -92,7 +92,7 @@ def test_a_nan_and_a_dead_trial_are_reported_with_their_reasons_and_the_sweep_go
     status = {trial.values["seed"]: trial.status for trial in report.trials}
     assert status == {0: "finished", 1: "failed", 2: "failed", 3: "stopped", 4: "stopped"}
     reasons = {trial.values["seed"]: trial.reason for trial in report.trials}
-    assert "eval/max_reward is nan at step 20" in reasons[1]
+    assert "eval/max_reward is nan at step 10" in reasons[1]
     assert "its process died" in reasons[2]
     assert report.best.values == {"seed": 0}
     assert report.complete
@@ -131,8 +131,7 @@ run_sweep(
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("snapshot", ["with_tunes_snapshot", "without_one"])
-def test_a_sweep_whose_driver_was_killed_resumes_and_loses_no_finished_trial(ray_cluster, base, tmp_path, snapshot):
+def test_a_sweep_whose_driver_was_killed_resumes_and_loses_no_finished_trial(ray_cluster, base, tmp_path):
     # ray#30861: what was finished and what was still to come were lost on restore
     spec = sweep(samples=6)
     (tmp_path / "sweep.json").write_text(spec.model_dump_json())
@@ -146,9 +145,6 @@ def test_a_sweep_whose_driver_was_killed_resumes_and_loses_no_finished_trial(ray
     folder = tmp_path / "sweeps" / "s"
     finished = {trial.name: trial for trial in load_trials(folder, spec.metric) if trial.status == "finished"}
     assert set(over) <= set(finished)
-    if snapshot == "without_one":  # as when the driver dies before Tune's first
-        for path in (folder / "tune").glob("experiment_state-*"):
-            path.unlink()
     time.sleep(2)  # the dead driver's trials end with it
 
     before = calls(tmp_path)
@@ -162,7 +158,10 @@ def test_a_sweep_whose_driver_was_killed_resumes_and_loses_no_finished_trial(ray
     again = [call.split(":")[0] for call in calls(tmp_path)[len(before) :]]
     assert sorted(again) == sorted({trial.name for trial in trials} - set(finished))
     values = {name: value for name, value, _ in (call.split(":") for call in before)}
-    assert all(str(trial.values["algo.learning_rate"]) == values.get(trial.name, str(trial.values["algo.learning_rate"])) for trial in trials)
+    assert all(
+        str(trial.values["algo.learning_rate"]) == values.get(trial.name, str(trial.values["algo.learning_rate"]))
+        for trial in trials
+    )
 
 
 def test_a_sweep_that_another_process_runs_is_busy(ray_cluster, base, tmp_path):

@@ -25,7 +25,9 @@ scheduler: {name: asha, grace: 10}
 
 
 def sweep(**changes) -> SweepSpec:
-    return validate(SweepSpec, {"run": ["experiment=x"], "space": {"algo.learning_rate": {"uniform": [0.1, 0.2]}}, **changes})
+    return validate(
+        SweepSpec, {"run": ["experiment=x"], "space": {"algo.learning_rate": {"uniform": [0.1, 0.2]}}, **changes}
+    )
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -51,7 +53,10 @@ def test_overrides_of_the_sweep_change_it_and_all_others_go_to_the_run(tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("loguniform", "loguniforn"), r"space\.yaml:4.*unknown distribution 'loguniforn'\. Did you mean 'loguniform'\?.*grid"),
+        (
+            ("loguniform", "loguniforn"),
+            r"space\.yaml:4.*unknown distribution 'loguniforn'\. Did you mean 'loguniform'\?.*grid",
+        ),
         (("samples", "sampels"), r"space\.yaml:6.*unknown key 'sampels'\. Did you mean 'samples'\?"),
         (("grace", "grase"), r"unknown key 'scheduler\.grase'\. Did you mean 'grace'\?"),
         (("[1e-5, 1e-3]", "[1e-3, 1e-5]"), r"algo\.learning_rate: loguniform: got \[0\.001, 1e-05\].*low < high"),
@@ -88,17 +93,30 @@ def test_values_are_set_by_dotted_key_and_validated_together(base):
     run = set_keys(base, {
         "algo.learning_rate": 0.5, "policy.backbone": {"name": "transformer", "layers": 2}, "data.normalization.x": "mean_std",
     })  # fmt: skip
-    assert (run.algo.learning_rate, run.policy.backbone.name, run.data.normalization) == (0.5, "transformer", {"x": "mean_std"})
+    assert (run.algo.learning_rate, run.policy.backbone.name, run.data.normalization) == (
+        0.5,
+        "transformer",
+        {"x": "mean_std"},
+    )
 
 
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ({"algo.learnin_rate": {"uniform": [0, 1]}}, r"unknown key 'algo\.learnin_rate'\. Did you mean 'algo\.learning_rate'\?"),
-        ({"algorithm.learning_rate": {"uniform": [0, 1]}}, r"unknown key 'algorithm\.learning_rate'.*the run has: name"),
+        (
+            {"algo.learnin_rate": {"uniform": [0, 1]}},
+            r"unknown key 'algo\.learnin_rate'\. Did you mean 'algo\.learning_rate'\?",
+        ),
+        (
+            {"algorithm.learning_rate": {"uniform": [0, 1]}},
+            r"unknown key 'algorithm\.learning_rate'.*the run has: name",
+        ),
         ({"seed.x": {"choice": [1]}}, r"seed is 0 in the base run and has no keys"),
         ({"group.x": {"choice": [1]}}, r"group is None.*set it in `run` first"),
-        ({"algo.learning_rate": {"uniform": [-1, 1]}}, r"with algo\.learning_rate = -1\.0: 'algo\.learning_rate'.*greater than 0"),
+        (
+            {"algo.learning_rate": {"uniform": [-1, 1]}},
+            r"with algo\.learning_rate = -1\.0: 'algo\.learning_rate'.*greater than 0",
+        ),
         ({"policy.target": {"choice": ["epsilon", "x0"]}}, r"with policy\.target = 'x0'"),
         ({"algo.batch_size": {"uniform": [8.5, 64.5]}}, r"with algo\.batch_size = 8\.5"),
         ({"policy.horizon": {"randint": [4, 17]}}, r"with policy\.horizon = 4"),
@@ -106,7 +124,10 @@ def test_values_are_set_by_dotted_key_and_validated_together(base):
             {"policy.horizon": {"choice": [16, 8]}, "policy.n_action_steps": {"choice": [8, 4]}},
             r"policy\.horizon = 8, policy\.n_action_steps = 8: .*at most horizon",
         ),
-        ({"algo": {"choice": [{}]}, "algo.batch_size": {"choice": [1]}}, r"'algo' and 'algo\.batch_size' set the same section"),
+        (
+            {"algo": {"choice": [{}]}, "algo.batch_size": {"choice": [1]}},
+            r"'algo' and 'algo\.batch_size' set the same section",
+        ),
     ],
 )
 def test_a_key_or_value_that_the_run_refuses_is_found_before_the_first_trial(base, space, message):
@@ -115,7 +136,9 @@ def test_a_key_or_value_that_the_run_refuses_is_found_before_the_first_trial(bas
 
 
 def test_values_that_fit_only_together_are_not_refused_one_by_one(base):
-    check_space(sweep(space={"policy.horizon": {"choice": [16, 32]}, "policy.n_action_steps": {"choice": [8, 4]}}), base)
+    check_space(
+        sweep(space={"policy.horizon": {"choice": [16, 32]}, "policy.n_action_steps": {"choice": [8, 4]}}), base
+    )
 
 
 def test_a_grace_longer_than_the_run_and_a_metric_of_an_evaluation_that_never_is_are_refused(base):
@@ -141,7 +164,9 @@ def test_every_distribution_becomes_the_tune_domain_of_its_name(base):
     assert (domains["algo.ema.power"].lower, domains["algo.ema.power"].upper) == (0.5, 0.9)
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "tune_spaces").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "tune_spaces").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_space_that_ships_fits_its_run(path):
     from rlsvc.spec.compose import compose
 

@@ -72,7 +72,7 @@ def test_a_killed_trial_without_a_checkpoint_begins_again_in_its_own_folder(tmp_
 def test_a_metric_that_is_not_finite_fails_the_trial_by_that_reason(tmp_path, base, value):
     # ray#6659
     reported = []
-    with pytest.raises(TrialError, match="eval/max_reward is .* at step 20"):
+    with pytest.raises(TrialError, match=r"eval/max_reward is .* at step 20"):
         run_trial(tmp_path, 0, VALUES, sweep(), base, trainer([(10, 0.1), (20, value)]), reported.append)
     (trial,) = load_trials(tmp_path, "eval/max_reward")
     assert trial.status == "failed"
@@ -99,7 +99,9 @@ def test_a_trial_that_the_scheduler_ends_is_stopped_not_failed(tmp_path, base):
     assert (trial.status, trial.history) == ("stopped", [(10, 0.1)])
 
 
-def test_the_run_of_a_trial_lies_in_the_sweep_tracks_where_the_base_run_does_and_is_not_registered(tmp_path, base, monkeypatch):
+def test_the_run_of_a_trial_lies_in_the_sweep_tracks_where_the_base_run_does_and_is_not_registered(
+    tmp_path, base, monkeypatch
+):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     tracked = base.replace(tracking={"trackers": ["mlflow"]})
     run = trial_run(tmp_path / "sweeps" / "s", "trial_00001", VALUES, sweep(), tracked)
