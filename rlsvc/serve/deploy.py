@@ -86,6 +86,8 @@ def start(deployment: Deployment) -> None:
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
+        # A line for each request of a control loop fills a disk; /metrics counts them.
+        logging_config={"enable_access_log": False},
         # A bundle that does not load will not load the second time either.
         max_constructor_retry_count=1,
     )
@@ -97,14 +99,18 @@ def start(deployment: Deployment) -> None:
         )
         serve.run(policy.bind(deployment.name, deployment.load, settings), name=APP, route_prefix="/")
     except (RayError, RuntimeError, TimeoutError) as error:
-        raise StartError(f"policy '{deployment.name}' could not be served: {_cause(error)}") from error
+        app = serve.status().applications.get(APP) if isinstance(error, RuntimeError) else None
+        reports = [] if app is None else [status.message for status in app.deployments.values()]
+        raise StartError(f"policy '{deployment.name}' could not be served: {_cause([*reports, str(error)])}") from error
 
 
-def _cause(error: Exception) -> str:
-    """The line of Ray's report that names the exception in the replica, where there is one, else its first line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
-    return (named or lines or [type(error).__name__])[-1 if named else 0]
+def _cause(reports: list[str]) -> str:
+    """The innermost exception that Ray's reports name, on one line, else the first line of the first."""
+    for report in reports:
+        named = re.findall(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception): .+)$", report, re.MULTILINE)
+        if named:
+            return named[-1].strip()
+    return next((line.strip() for report in reports for line in report.splitlines() if line.strip()), "no reason given")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,234 @@
+"""`rlsvc serve` and `rlsvc query`: what is refused before Ray starts, and the whole way with openpi's client."""
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from openpi_client.websocket_client_policy import WebsocketClientPolicy
+from serving_fakes import SMALL_CONTRACT, FakeRunner, observation, serving
+
+from rlsvc.commands.query import query
+from rlsvc.commands.serve import serve
+from rlsvc.core.errors import BundleError, BusyError, NotFoundError, UserError
+from rlsvc.data.normalize import Normalizer
+from rlsvc.serve import preflight
+from rlsvc.serve.haproxy import free_ports, haproxy_environment
+from rlsvc.store.bundle import write_bundle
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """A bundle of the "random" policy."""
+    rng = np.random.default_rng(0)
+    columns = {"observation.state": rng.normal(size=(10, 3)).astype(np.float32), "action": rng.normal(size=(10, 2)).astype(np.float32)}
+    normalizer = Normalizer.fit({"all": columns}, {**SMALL_CONTRACT.observation, "action": SMALL_CONTRACT.action}, {})
+    folder = tmp_path_factory.mktemp("bundle") / "random"
+    return write_bundle(folder, policy={"name": "random"}, contract=SMALL_CONTRACT, normalizer=normalizer, params={})
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "robot.local", ""])
+def test_listening_for_others_without_authentication_is_refused(bundle, host):
+    with pytest.raises(UserError, match="loopback only"):
+        serve(str(bundle), host=host)
+
+
+def test_a_port_in_use_is_refused(bundle):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BusyError, match="is in use"):
+        serve(str(bundle), port=taken.getsockname()[1])
+
+
+def test_a_port_that_another_serve_is_about_to_use_is_refused():
+    (port,) = free_ports(1)
+    with preflight.hold_port(port):
+        with pytest.raises(BusyError, match="another `rlsvc serve`"), preflight.hold_port(port):
+            pass
+    with preflight.hold_port(port):
+        pass
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "-x", "a b", "x" * 65, "ä", "a\n"])
+def test_names_that_do_not_stand_in_a_url_are_refused(bundle, name):
+    with pytest.raises(UserError, match="policy name"):
+        serve(str(bundle), name=name)
+
+
+def test_what_is_not_a_bundle_is_refused(tmp_path, bundle):
+    (port,) = free_ports(1)
+    with pytest.raises(NotFoundError, match="expected the folder of a policy bundle"):
+        serve(str(tmp_path / "nothing"), port=port)
+    with pytest.raises(BundleError, match="not a policy bundle"):
+        serve(str(tmp_path), port=port)
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 0}, {"batch_size": 5000}, {"max_body_mb": 17}, {"deadline_s": 0.0}, {"batch_wait_ms": -1.0}, {"port": 0}, {"port": 70000}]
+)
+def test_options_out_of_range_are_refused(bundle, options):
+    with pytest.raises(UserError, match="expected"):
+        serve(str(bundle), **options)
+
+
+@pytest.mark.parametrize(
+    ("ask", "have", "text"),
+    [
+        ((1, 1.0, 1.0), (2, 0), "there is no GPU here"),
+        ((3, 1.0, 0.0), (2, 0), "need 3 CPUs, there are 2"),
+        ((2, 0.5, 1.0), (2, 1), "hold 1 such replicas"),
+        ((3, 0.1, 0.4), (2, 1), "hold 2 such replicas"),
+        ((1, 1.0, 1.5), (2, 2), "whole cards"),
+        ((0, 1.0, 0.0), (2, 0), "at least one replica"),
+        ((1, -1.0, 0.0), (2, 0), "no negative share"),
+    ],
+)
+def test_resources_that_are_not_there_are_refused_at_once(ask, have, text):
+    with pytest.raises(UserError, match=text):
+        preflight.check_resources(*ask, have_cpus=have[0], have_gpus=have[1])
+
+
+@pytest.mark.parametrize(("ask", "have"), [((2, 1.0, 0.0), (2, 0)), ((4, 0.5, 0.5), (2, 2)), ((3, 0.1, 1 / 3), (2, 1)), ((1, 0.0, 2.0), (1, 2))])
+def test_resources_that_fit_are_taken(ask, have):
+    preflight.check_resources(*ask, have_cpus=have[0], have_gpus=have[1])
+
+
+def test_no_driver_means_no_gpu_whatever_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert preflight.local_gpus(tmp_path / "none") == 0
+
+
+def test_haproxys_own_ports_are_fenced_to_loopback(tmp_path):
+    environment = haproxy_environment(tmp_path)
+    config = tmp_path / "haproxy.cfg"
+    config.write_text("global\nfrontend prometheus\n    bind :9101\nlisten stats\n  bind *:8404\n  stats enable\n")
+    # -c: HAProxy checks the configuration, which the wrapper has rewritten, and ends.
+    subprocess.run([environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(config)], check=False, capture_output=True)
+    binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
+    assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8404"]
+
+
+def test_query_prints_actions_and_latency(tmp_path, capsys):
+    with serving(FakeRunner()) as url:
+        query(url, example=True, n=5)
+        printed = capsys.readouterr().out
+        assert "policy 'fake' version fake-1" in printed
+        assert "p50" in printed
+        assert "(n = 5)" in printed
+        window = observation(2.0)
+        np.savez(tmp_path / "window.npz", **window)
+        (tmp_path / "window.json").write_text(
+            json.dumps({key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in window.items()})
+        )
+        for name in ("window.npz", "window.json"):
+            query(url, observation=tmp_path / name, transport="http")
+            assert "│ 6 " in capsys.readouterr().out  # the state's sum is the first action
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "text"),
+    [
+        ("x.json", b"{", "not readable as .json"),
+        ("x.json", b"[1]", "expected a map of arrays"),
+        ("x.npz", b"PK", "not readable as .npz"),
+        ("x.npy", b"", "expected a .json or .npz"),
+        ("missing.json", None, "no such file"),
+    ],
+)
+def test_query_refuses_files_that_are_no_observation(tmp_path, file, content, text):
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=text):
+        query("127.0.0.1:1", observation=tmp_path / file)
+
+
+def test_query_never_unpickles(tmp_path):
+    np.savez(tmp_path / "x.npz", state=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(UserError, match="not readable"):
+        query("127.0.0.1:1", observation=tmp_path / "x.npz")
+
+
+def test_query_wants_one_source_of_observations(tmp_path):
+    with pytest.raises(UserError, match="either --observation"):
+        query("127.0.0.1:1")
+    with pytest.raises(UserError, match="either --observation"):
+        query("127.0.0.1:1", observation=tmp_path / "x.json", example=True)
+
+
+def test_query_says_when_nothing_answers():
+    (port,) = free_ports(1)
+    with pytest.raises(UserError, match="cannot be reached"):
+        query(f"127.0.0.1:{port}", example=True)
+
+
+def rlsvc(*arguments, **options):
+    return subprocess.run([sys.executable, "-m", "rlsvc.cli", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60, **options)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_path):
+    (port,) = free_ports(1)
+    url = f"127.0.0.1:{port}"
+    command = [sys.executable, "-m", "rlsvc.cli", "serve", str(bundle), "--port", str(port), "--batch-size", "4"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment)
+    started = []
+    try:
+        assert read_until(process, "Ctrl-C", seconds=180), process.poll()
+        started = psutil.Process(process.pid).children(recursive=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            policy = WebsocketClientPolicy(f"ws://{url}")
+        assert policy.infer({"observation.state": np.zeros(3)})["actions"].shape == (4, 2)
+        queried = rlsvc("query", url, "--example", "-n", "20")
+        assert queried.returncode == 0, queried.stderr
+        assert "latency over ws: p50" in queried.stdout
+        second = rlsvc("serve", str(bundle), "--port", str(port))
+        assert second.returncode == 2
+        assert f"port {port} on 127.0.0.1 is in use" in second.stderr
+        listening = {
+            connection.laddr.ip
+            for child in started
+            if child.name() == "haproxy"
+            for connection in child.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening == {"127.0.0.1"}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(40) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert alive == []
+
+
+def read_until(process, text, seconds):
+    """Whether a line of the process's output has the text within so many seconds."""
+    lines = queue.SimpleQueue()
+    threading.Thread(target=lambda: [lines.put(line) for line in process.stdout], daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if text in lines.get(timeout=1):
+                return True
+        except queue.Empty:
+            continue
+    return False
