@@ -13,7 +13,7 @@ from rlsvc.core.types import EpisodeTable
 from rlsvc.data.check import Finding, some
 from rlsvc.data.check_lerobot_stats import check_stats
 from rlsvc.data.lerobot import LeRobotSource
-from rlsvc.data.lerobot_meta import Episode, read_json, read_parquet, resolve
+from rlsvc.data.lerobot_meta import Episode, column_array, read_json, read_parquet, resolve
 from rlsvc.data.video import count_frames, decode_frames
 
 
@@ -195,7 +195,7 @@ def _bookkeeping(source: LeRobotSource, episodes: Sequence[int]) -> Iterator[Fin
         rows = read_parquet(
             path, ["episode_index", "task_index", *(["timestamp"] if "timestamp" in meta.declared else []), *order]
         )
-        column = {name: rows[name].to_numpy() for name in rows.column_names}
+        column = {name: column_array(path, name, rows[name]) for name in rows.column_names}
         for episode in members:
             mine = column["episode_index"] == episode.index
             frame = column["frame_index"][mine] if order else np.arange(episode.length)

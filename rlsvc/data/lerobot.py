@@ -18,7 +18,16 @@ from rlsvc.core.contract import TEXT, Feature
 from rlsvc.core.errors import DatasetError
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.cache import cached_frames
-from rlsvc.data.lerobot_meta import BOOKKEEPING, DTYPES, Episode, LeRobotMeta, read_meta, read_parquet, to_feature
+from rlsvc.data.lerobot_meta import (
+    BOOKKEEPING,
+    DTYPES,
+    Episode,
+    LeRobotMeta,
+    column_array,
+    read_meta,
+    read_parquet,
+    to_feature,
+)
 
 
 class LeRobotSource:
@@ -63,7 +72,8 @@ class LeRobotSource:
         """The prompt of each of these episodes: that of its first row."""
         first = {}
         for path, members in self._by_file(episodes).items():
-            index, task = (read_parquet(path, [name])[name].to_numpy() for name in ("episode_index", "task_index"))
+            table = read_parquet(path, ["episode_index", "task_index"])
+            index, task = (column_array(path, name, table[name]) for name in ("episode_index", "task_index"))
             for episode in members:
                 rows = np.flatnonzero(index == episode.index)
                 first[episode.index] = self._prompt(path, int(task[rows[0]])) if len(rows) else ""
@@ -84,11 +94,11 @@ class LeRobotSource:
         task_index = np.empty(int(ends[-1]), np.int64)
         for path, members in self._by_file(episodes).items():
             table = self._read_file(path, numbers)
-            blocks = {key: _to_numpy(path, key, table[key], self.features[key], self.path) for key in numbers}
+            blocks = {key: _convert(path, key, table[key], self.features[key], self.path) for key in numbers}
             for episode in members:
                 rows = self._rows(path, table, episode)
                 span = slice(starts[episode.index], starts[episode.index] + episode.length)
-                task_index[span] = table["task_index"].to_numpy()[rows]
+                task_index[span] = column_array(path, "task_index", table["task_index"])[rows]
                 for key in numbers:
                     columns[key][span] = blocks[key][rows]
         for key in videos:
@@ -118,7 +128,7 @@ class LeRobotSource:
         return read_parquet(path, [*keys, *order, "episode_index", "task_index"])
 
     def _rows(self, path: Path, table: Any, episode: Episode) -> np.ndarray:
-        rows = np.flatnonzero(table["episode_index"].to_numpy() == episode.index)
+        rows = np.flatnonzero(column_array(path, "episode_index", table["episode_index"]) == episode.index)
         if len(rows) != episode.length:
             raise DatasetError(
                 f"{path}: {len(rows)} rows of episode {episode.index}, meta/ says {episode.length}; "
@@ -126,7 +136,7 @@ class LeRobotSource:
             )
         if "frame_index" not in table.column_names:
             return rows
-        frame = table["frame_index"].to_numpy()[rows]
+        frame = column_array(path, "frame_index", table["frame_index"])[rows]
         order = np.argsort(frame, kind="stable")
         wrong = np.flatnonzero(frame[order] != np.arange(len(rows)))
         if len(wrong):
@@ -169,7 +179,7 @@ def _empty(feature: Feature, steps: int) -> np.ndarray:
     return np.empty((steps, *feature.shape), object if feature.dtype == TEXT else feature.dtype)
 
 
-def _to_numpy(path: Path, key: str, column: Any, feature: Feature, root: Path) -> np.ndarray:
+def _convert(path: Path, key: str, column: Any, feature: Feature, root: Path) -> np.ndarray:
     """A pyarrow column as an array [rows, *shape] of the feature's dtype."""
     import pyarrow as pa
 
@@ -187,7 +197,7 @@ def _to_numpy(path: Path, key: str, column: Any, feature: Feature, root: Path) -
         array = array.storage
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
         array = array.flatten()
-    values = array.to_numpy(zero_copy_only=False)
+    values = column_array(path, key, array)
     shape = (rows, *feature.shape)
     if values.size != np.prod(shape, dtype=np.int64):
         raise DatasetError(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlsvc.core.contract import TEXT, Feature
 from rlsvc.core.errors import DatasetError
 
@@ -304,6 +306,32 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
         return file.read(columns=None if columns is None else list(columns))
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
+
+
+def column_array(path: Path, name: str, column: Any) -> np.ndarray:
+    """A pyarrow column of numbers or booleans as numpy array [rows].
+
+    pyarrow's own to_numpy would import pandas, which takes longer than reading the data.
+
+    Args:
+        path: of the file, for the message.
+        name: of the column, for the message.
+        column: an Array or ChunkedArray.
+
+    Raises:
+        DatasetError: some rows are empty, or hold no numbers.
+    """
+    import pyarrow as pa
+
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if array.null_count:
+        raise DatasetError(f"{path}: column '{name}' has {array.null_count} empty values; fill them or leave it out")
+    if pa.types.is_boolean(array.type):
+        return np.from_dlpack(array.cast(pa.uint8())).astype(bool)
+    try:
+        return np.from_dlpack(array)
+    except pa.ArrowException as error:
+        raise DatasetError(f"{path}: column '{name}' holds {array.type}, expected numbers") from error
 
 
 def _damaged(path: Path, error: Exception) -> DatasetError:

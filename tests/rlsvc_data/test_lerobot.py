@@ -241,6 +241,28 @@ def test_v30_video_spans_that_do_not_lie_end_to_end_are_refused(sample):
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("frame_index", [None] + [0] * 196, "column 'frame_index' has 1 empty values"),
+        ("action", [[None] + [0.0] * 6] * 197, "column 'action' has 197 empty values"),
+        ("task_index", [3] * 197, "task_index 3 is not in meta/tasks"),
+    ],
+)
+def test_empty_cells_and_unknown_tasks_are_refused(column, values, message, sample):
+    path = sample("cr5_v21")
+    edit_parquet(path / "data/chunk-000/episode_000000.parquet", **{column: values})
+    with pytest.raises(DatasetError, match=message):
+        load(path)
+
+
+def test_an_empty_row_of_a_list_column_is_refused(sample):
+    path = sample("gr1_v20")
+    edit_parquet(path / "data/chunk-000/episode_000004.parquet", action=[None] + [[0.0] * 44] * 327)
+    with pytest.raises(DatasetError, match=r"episode_000004\.parquet: column 'action' has 1 empty rows"):
+        load(path, ["action"], episodes=[4])
+
+
 def test_names_nested_in_lists_and_maps_become_one_tuple():
     assert flat_names([["a", "b"]]) == ("a", "b")
     assert flat_names({"motors": ["a", "b"]}) == ("a", "b")

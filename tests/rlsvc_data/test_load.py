@@ -50,7 +50,7 @@ from rlsvc.data.load import load_table
 from rlsvc.spec.data import DatasetSpec
 for path in {[str(PUSHT), str(npz), str(zarr)]!r}:
     load_table(DatasetSpec(path=path), ["observation.state", "action"])
-loaded = {{"torch", "lerobot", "datasets", "jax", "ray"}} & set(sys.modules)
+loaded = {{"torch", "lerobot", "datasets", "pandas", "jax", "ray"}} & set(sys.modules)
 sys.exit(f"imported {{loaded}}" if loaded else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
