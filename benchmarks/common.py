@@ -38,7 +38,9 @@ def hardware(gpu: bool = False) -> str:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        models = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         model = models[0] if models else model
     return f"{len(os.sched_getaffinity(0))} CPU cores ({model})"
 
@@ -55,7 +57,12 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that is checked out, with "+changes" when tracked files differ from it, "unknown" outside a checkout."""
+    """The commit that is checked out, with "+changes" when tracked files differ from it.
+
+    Outside a checkout (a copy on a GPU machine) what RLSVC_COMMIT says, else "unknown".
+    """
+    if os.environ.get("RLSVC_COMMIT"):
+        return os.environ["RLSVC_COMMIT"]
     try:
         head = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no")
@@ -68,7 +75,9 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def percentile_interval(samples: Sequence[float], q: float, *, seed: int = 0, resamples: int = 500) -> tuple[float, float, float]:
+def percentile_interval(
+    samples: Sequence[float], q: float, *, seed: int = 0, resamples: int = 500
+) -> tuple[float, float, float]:
     """A percentile of the samples and its 95 % bootstrap interval.
 
     Args:

@@ -2,9 +2,10 @@
 
     python benchmarks/serving_overhead.py [--openpi-src PATH/TO/openpi/src] [--requests 1000] [--rounds 5]
 
-One client on the same machine, the "zero" policy (it answers at once), an observation of 24 floats and one of 301 KB. The paths
-take turns within each round, so that what else the machine does falls on all of them. openpi's server is read from a checkout
-that stands outside this project; without one its row is left out. openpi's client asks openpi's server; ours asks ours.
+One client on the same machine, the "zero" policy (it answers at once), an observation of 24 floats and one of 301 KB.
+The paths take turns within each round, so that what else the machine does falls on all of them. openpi's server is
+read from a checkout that stands outside this project; without one its row is left out. openpi's client asks openpi's
+server; ours asks ours.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ CONTRACTS = {
     "small": Contract({"observation.state": Feature((24,), "float32")}, Feature((7,), "float32"), 10.0, 1, 16),
     # Two cameras of 224 x 224: 301,056 bytes.
     "301kb": Contract(
-        {f"observation.images.{view}": Feature((224, 224, 3), "uint8") for view in ("base", "wrist")}, Feature((7,), "float32"), 10.0, 1, 16
+        {f"observation.images.{view}": Feature((224, 224, 3), "uint8") for view in ("base", "wrist")},
+        Feature((7,), "float32"),
+        10.0,
+        1,
+        16,
     ),
-}  # fmt: skip
+}
 OPENPI = "openpi's server"
 # JSON lists of 300,000 numbers take a third of a second: fewer of those are enough.
 SLOW_SHARE = 50
@@ -52,7 +57,9 @@ def observation_of(contract: Contract) -> dict[str, np.ndarray]:
     """Random values, never zeros."""
     rng = np.random.default_rng(0)
     return {
-        key: rng.integers(0, 256, feature.shape, np.uint8) if feature.dtype == "uint8" else rng.normal(size=feature.shape).astype(np.float32)
+        key: rng.integers(0, 256, feature.shape, np.uint8)
+        if feature.dtype == "uint8"
+        else rng.normal(size=feature.shape).astype(np.float32)
         for key, feature in contract.observation.items()
     }
 
@@ -64,6 +71,7 @@ class ZeroLoader:
         self.contract = contract
 
     def __call__(self) -> BaselineRunner:
+        """The policy."""
         return BaselineRunner("zero", self.contract)
 
 
@@ -81,7 +89,9 @@ def http_json(stack: ExitStack, url: str, observation: dict[str, np.ndarray]) ->
 
     def call() -> Any:
         body = json.dumps({"observation": {key: value.tolist() for key, value in observation.items()}})
-        answer = client.post(f"http://{url}/v1/policies/zero/act", content=body, headers={"content-type": "application/json"})
+        answer = client.post(
+            f"http://{url}/v1/policies/zero/act", content=body, headers={"content-type": "application/json"}
+        )
         answer.raise_for_status()
         return np.asarray(answer.json()["action"], np.float32)
 
@@ -95,7 +105,7 @@ def rlsvc_client(stack: ExitStack, url: str, observation: dict[str, np.ndarray],
 
 
 def openpi_client(url: str, observation: dict[str, np.ndarray]) -> Call:
-    """openpi's own client."""
+    """The client that openpi ships."""
     import warnings
 
     from openpi_client.websocket_client_policy import WebsocketClientPolicy
@@ -106,7 +116,7 @@ def openpi_client(url: str, observation: dict[str, np.ndarray]) -> Call:
 
 
 def serve_openpi(source: str, port: int) -> None:
-    """openpi's server around a policy that answers zeros; runs in a process of its own."""
+    """Run openpi's server around a policy that answers zeros; runs in a process of its own."""
     path = Path(source) / "openpi" / "serving" / "websocket_policy_server.py"
     spec = importlib.util.spec_from_file_location("openpi_websocket_policy_server", path)
     assert spec is not None
@@ -140,7 +150,15 @@ def measure(calls: dict[str, Call], requests: int, rounds: int, slow: set[str]) 
 def report(size: str, samples: dict[str, np.ndarray], rounds: int, console: Console) -> None:
     """Print the table and store the figures of one observation size."""
     bare = np.percentile(samples["bare"], 50)
-    table = Table("path", "requests", "p50 ms", "p99 ms", "over the bare call, p50 ms", "p50 / openpi", title=f"observation: {size}")
+    table = Table(
+        "path",
+        "requests",
+        "p50 ms",
+        "p99 ms",
+        "over the bare call, p50 ms",
+        "p50 / openpi",
+        title=f"observation: {size}",
+    )
     peer = samples.get(OPENPI)
     for name, times in samples.items():
         p50, p99 = np.percentile(times, [50, 99])
@@ -164,7 +182,7 @@ def report(size: str, samples: dict[str, np.ndarray], rounds: int, console: Cons
                 packages=PACKAGES,
             )
     if peer is not None:
-        # Whole requests, as the figures of the same name ask; an interval over rounds, since what the machine does drifts.
+        # Whole requests, as the figures of these names ask; the interval is over rounds, since load drifts.
         ratios = [
             np.percentile(ours, 50) / np.percentile(theirs, 50)
             for ours, theirs in zip(np.split(samples["WebSocket"], rounds), np.split(peer, rounds), strict=True)
@@ -213,7 +231,9 @@ def main() -> None:
                 "WebSocket, openpi's client": openpi_client(url, observation),
             }
             if options.openpi_src is not None:
-                peer = multiprocessing.get_context("spawn").Process(target=serve_openpi, args=(options.openpi_src, theirs), daemon=True)
+                peer = multiprocessing.get_context("spawn").Process(
+                    target=serve_openpi, args=(options.openpi_src, theirs), daemon=True
+                )
                 peer.start()
                 stack.callback(peer.kill)
                 wait_for(theirs)

@@ -1,9 +1,9 @@
 """What runs on a robot's computer: numpy, msgpack, websockets and httpx, nothing else.
 
-    with PolicyClient("127.0.0.1:8000") as client:
-        policy = ChunkedPolicy(client)
-        while True:
-            robot.send(policy.act(robot.observe()))
+with PolicyClient("127.0.0.1:8000") as client:
+    policy = ChunkedPolicy(client)
+    while True:
+        robot.send(policy.act(robot.observe()))
 """
 
 from rlsvc.client.chunked import AsyncChunkedPolicy, ChunkedPolicy

@@ -56,8 +56,10 @@ class _Chunk:
 class ChunkedPolicy:
     """Executes n actions of each chunk, then asks for the next one.
 
-    Keeps the last T observations; at the start of an episode the first one is repeated, as in training. When the policy cannot
-    be asked the error is raised and no action returned: what a robot does then is its own safe stop, never the last action again.
+    Keeps the last T observations; at the start of an episode the first one is repeated, as in training. When the
+    policy cannot
+    be asked the error is raised and no action returned: what a robot does then is its own safe stop, never the last
+    action again.
     """
 
     def __init__(self, client: PolicyClient, *, n_execute: int | None = None, seed: int = 0) -> None:

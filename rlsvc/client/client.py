@@ -32,14 +32,15 @@ from rlsvc.core.errors import unknown_name
 class PolicyClient:
     """A served policy that blocks until it answers, never longer than its options say.
 
-    A request that finds the server away or overloaded is sent again, a bounded number of times, over a new connection where the
-    old one is lost: the same seed and step give the same answer, so that this is harmless. When it stays away the error is
-    raised; an action is never repeated in its place. Not to be shared by threads.
+    A request that finds the server away or overloaded is sent again, a bounded number of times, over a new connection
+    where the
+    old one is lost: the same seed and step give the same answer, so that this is harmless. When it stays away the
+    error is raised; an action is never repeated in its place. Not to be shared by threads.
     """
 
     def __init__(
         self, url: str, *, policy: str | None = None, transport: str = "ws", options: ClientOptions | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Connect and fetch the contract.
 
         Args:
@@ -58,7 +59,9 @@ class PolicyClient:
         self._policy = policy
         address = Address.parse(url)
         _check_transport(transport)
-        self._link = WebSocketLink(address, self._options) if transport == "ws" else HttpLink(address, self._options, policy)
+        self._link = (
+            WebSocketLink(address, self._options) if transport == "ws" else HttpLink(address, self._options, policy)
+        )
         self._what = f"the policy server at {address.host}"
         self._served: Served | None = None
         self._retry(None)
@@ -135,15 +138,17 @@ class AsyncPolicyClient:
 
     def __init__(
         self, url: str, *, policy: str | None = None, transport: str = "ws", options: ClientOptions | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Not connected yet: `connect` or `async with` does that. Arguments as of PolicyClient."""
         self._options = options or ClientOptions()
         self._policy = policy
         address = Address.parse(url)
         _check_transport(transport)
         self._link = (
-            AsyncWebSocketLink(address, self._options) if transport == "ws" else AsyncHttpLink(address, self._options, policy)
-        )  # fmt: skip
+            AsyncWebSocketLink(address, self._options)
+            if transport == "ws"
+            else AsyncHttpLink(address, self._options, policy)
+        )
         self._what = f"the policy server at {address.host}"
         self._served: Served | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -196,7 +201,9 @@ class AsyncPolicyClient:
                         served = await self._link.open(deadline)
                         check_served(self._served, served, self._policy)
                         self._served = served
-                    return None if data is None else decode_reply(await self._link.request(data, deadline), self.contract)
+                    return (
+                        None if data is None else decode_reply(await self._link.request(data, deadline), self.contract)
+                    )
                 except PolicyUnavailableError:
                     pause = next(waits, None)
                     if pause is None or pause >= deadline.left():

@@ -120,7 +120,9 @@ class AsyncHttpLink:
         try:
             async with asyncio.timeout(deadline.remaining()):
                 timeout = _timeout(self._options, deadline)
-                async with self._client.stream(method, path, content=data, headers=_MSGPACK, timeout=timeout) as response:
+                async with self._client.stream(
+                    method, path, content=data, headers=_MSGPACK, timeout=timeout
+                ) as response:
                     body = bytearray()
                     async for piece in response.aiter_bytes():
                         _extend(body, piece)
@@ -145,12 +147,14 @@ def choose(body: bytes, wanted: str | None) -> Served:
     found = [served for served in listed if wanted in (None, served.name)]
     if len(found) != 1:
         names = ", ".join(served.name for served in listed) or "none"
-        raise RefusedError(f"policy '{wanted}' is not served" if wanted else f"name one of the policies served: {names}")
+        raise RefusedError(
+            f"policy '{wanted}' is not served" if wanted else f"name one of the policies served: {names}"
+        )
     return found[0]
 
 
 def translate(error: httpx.HTTPError, address: Address, deadline: Deadline) -> Exception:
-    """httpx's exceptions as this client's."""
+    """Exceptions of httpx as this client's own."""
     if isinstance(error, httpx.ConnectTimeout):
         return ConnectTimeoutError(f"{address.http} did not complete a connection in time")
     if isinstance(error, httpx.TimeoutException):

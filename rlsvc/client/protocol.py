@@ -110,7 +110,9 @@ class Deadline:
 
     def error(self) -> TimeoutError:
         """What to raise when it has passed."""
-        return TimeoutError(f"{self._what} did not answer within {self._seconds:g} s; it may be stopped, overloaded or cut off")
+        return TimeoutError(
+            f"{self._what} did not answer within {self._seconds:g} s; it may be stopped, overloaded or cut off"
+        )
 
 
 def pauses(options: ClientOptions) -> Iterator[float]:
@@ -144,7 +146,13 @@ class Address:
             valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
         except ValueError as error:
             raise UserError(f"{expected} ({error})") from error
-        if not valid or parts.username is not None or parts.scheme not in ("http", "https", "ws", "wss") or parts.path not in ("", "/") or parts.query:
+        if (
+            not valid
+            or parts.username is not None
+            or parts.scheme not in ("http", "https", "ws", "wss")
+            or parts.path not in ("", "/")
+            or parts.query
+        ):
             raise UserError(expected)
         return cls(parts.netloc, parts.scheme in ("https", "wss"))
 
@@ -168,7 +176,9 @@ def encode_request(contract: Contract, observation: Mapping[str, Any], seed: int
     checked = contract.check_observation(observation)
     data = pack({"observation": checked, "seed": seed, "step": step})
     if len(data) > MAX_MESSAGE_BYTES:
-        raise ContractError(f"the observation takes {len(data)} bytes, a message at most {MAX_MESSAGE_BYTES}; send smaller images")
+        raise ContractError(
+            f"the observation takes {len(data)} bytes, a message at most {MAX_MESSAGE_BYTES}; send smaller images"
+        )
     return data
 
 
@@ -186,7 +196,9 @@ def served_from(message: Any) -> Served:
     try:
         return Served(str(message["name"]), str(message["version"]), Contract.from_json(message["contract"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PolicyUnavailableError("the server did not say which contract its policy has; is it a policy server of rlsvc?") from error
+        raise PolicyUnavailableError(
+            "the server did not say which contract its policy has; is it a policy server of rlsvc?"
+        ) from error
 
 
 def check_served(before: Served | None, now: Served, wanted: str | None) -> None:
@@ -199,7 +211,9 @@ def check_served(before: Served | None, now: Served, wanted: str | None) -> None
     if wanted is not None and now.name != wanted:
         raise RefusedError(f"the server serves '{now.name}', not '{wanted}'")
     if before is not None and now.contract != before.contract:
-        raise ContractError(f"the server's policy '{now.name}' changed its contract; connect anew and check your observations")
+        raise ContractError(
+            f"the server's policy '{now.name}' changed its contract; connect anew and check your observations"
+        )
 
 
 def decode_reply(data: bytes | str, contract: Contract) -> Reply:

@@ -1,4 +1,4 @@
-"""The WebSocket link, blocking and asynchronous. Connections are direct: a robot's control loop goes through no HTTP proxy."""
+"""The WebSocket link, blocking and asynchronous. Connections are direct: a control loop goes through no HTTP proxy."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from rlsvc.client.protocol import (
 )
 
 _CHUNK = 2**18
-# The server closes a connection that answers no ping; between requests this side answers them when it next looks.
-_CONTINUATION_OF = (websockets.frames.Opcode.TEXT, websockets.frames.Opcode.BINARY, websockets.frames.Opcode.CONT)
+_DATA = (websockets.frames.Opcode.TEXT, websockets.frames.Opcode.BINARY, websockets.frames.Opcode.CONT)
 
 
 class WebSocketLink:
     """One connection that blocks, over websockets' protocol without its threads: every socket call has a deadline.
 
-    (Its own blocking client sends without a timeout, so that a stopped server and a full socket buffer would hold a robot
-    for ever, and hands each message from thread to thread.)
+    (Its own blocking client sends without a timeout, so that a stopped server and a full socket buffer would hold a
+    robot for ever, and hands each message from thread to thread.)
     """
 
     def __init__(self, address: Address, options: ClientOptions) -> None:
@@ -64,7 +63,9 @@ class WebSocketLink:
             return decode_served(self._receive(handshake))
         except TimeoutError as error:
             self.close()
-            raise ConnectTimeoutError(f"{self._address.websocket} did not complete a connection within {seconds:.3g} s") from error
+            raise ConnectTimeoutError(
+                f"{self._address.websocket} did not complete a connection within {seconds:.3g} s"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -74,7 +75,8 @@ class WebSocketLink:
 
         Raises:
             PolicyUnavailableError: the connection is lost.
-            TimeoutError: no answer in time. The link is closed, since an answer that came late would be taken for the next.
+            TimeoutError: no answer in time. The link is closed, since an answer that came late would be taken for the
+            next.
         """
         try:
             self._notice_close()
@@ -135,7 +137,7 @@ class WebSocketLink:
         return self._messages.popleft()
 
     def _notice_close(self) -> None:
-        """Read what came since the last request, without waiting: pings to answer, or the server's goodbye."""
+        """Read what came since the last request, without waiting: the goodbye of a server that pinged in vain."""
         if self._socket is None:
             raise _lost(self._address)
         while self._protocol.state is websockets.protocol.State.OPEN:
@@ -160,7 +162,7 @@ class WebSocketLink:
         else:
             self._protocol.receive_eof()
         for event in self._protocol.events_received():
-            if isinstance(event, websockets.frames.Frame) and event.opcode in _CONTINUATION_OF:
+            if isinstance(event, websockets.frames.Frame) and event.opcode in _DATA:
                 self._assemble(event)
 
     def _assemble(self, frame: websockets.frames.Frame) -> None:
@@ -218,7 +220,9 @@ class AsyncWebSocketLink:
                 return decode_served(await self._connection.recv())
         except TimeoutError as error:
             await self.close()
-            raise ConnectTimeoutError(f"{self._address.websocket} did not complete a connection within {seconds:.3g} s") from error
+            raise ConnectTimeoutError(
+                f"{self._address.websocket} did not complete a connection within {seconds:.3g} s"
+            ) from error
         except (websockets.exceptions.InvalidHandshake, websockets.exceptions.ConnectionClosed) as error:
             await self.close()
             raise _refused_handshake(self._address, error) from error

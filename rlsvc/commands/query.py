@@ -18,7 +18,9 @@ from rlsvc.core.errors import UserError
 
 def query(
     url: Annotated[str, typer.Argument(help="Of the server: host:port, http(s)://host:port or ws(s)://host:port.")],
-    observation: Annotated[Path | None, typer.Option(help="A window [T, ...] by feature name: .json (nested lists) or .npz.")] = None,
+    observation: Annotated[
+        Path | None, typer.Option(help="A window [T, ...] by feature name: .json (nested lists) or .npz.")
+    ] = None,
     example: Annotated[bool, typer.Option("--example", help="Send zeros that fit the contract.")] = False,
     policy: Annotated[str | None, typer.Option(help="Name of the policy; the only one when left out.")] = None,
     transport: Annotated[str, typer.Option(help="ws or http.")] = "ws",
@@ -36,7 +38,9 @@ def query(
     sent = None if observation is None else read_observation(observation)
     console = Console()
     try:
-        with PolicyClient(url, policy=policy, transport=transport, options=ClientOptions(timeout_s=timeout_s, retries=3)) as client:
+        with PolicyClient(
+            url, policy=policy, transport=transport, options=ClientOptions(timeout_s=timeout_s, retries=3)
+        ) as client:
             window = client.contract.example_observation() if sent is None else sent
             seconds = []
             for step in range(n):
@@ -44,7 +48,9 @@ def query(
                 reply = client.act(window, seed=seed, step=step)
                 seconds.append(perf_counter() - start)
                 if step == 0:
-                    console.print(f"policy '{client.name}' version {reply.version[:12]}, {client.contract.rate_hz:g} actions a second")
+                    console.print(
+                        f"policy '{client.name}' version {reply.version[:12]}, {client.contract.rate_hz:g} actions/s"
+                    )
                     console.print(_action_table(reply.action, client.contract.action.names))
             p50, p95 = np.percentile(np.asarray(seconds) * 1e3, [50, 95])
             served = "  ".join(f"{part} {value:.3g}" for part, value in reply.timing.items())
@@ -58,7 +64,8 @@ def read_observation(path: Path) -> dict[str, Any]:
     """An observation window from a file.
 
     Args:
-        path: .npz with an array by feature name, or .json with nested lists by feature name (or `{"observation": {...}}`).
+        path: .npz with an array by feature name, or .json with nested lists by feature name (or `{"observation":
+        {...}}`).
 
     Raises:
         UserError: no such file, another ending, or not readable as what its ending says.

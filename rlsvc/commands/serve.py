@@ -15,23 +15,28 @@ from rlsvc.core.errors import UserError
 
 def serve(
     policy: Annotated[str, typer.Argument(help="Folder of a policy bundle, or models:/name@alias.")],
-    name: Annotated[str | None, typer.Option(help="Under which clients ask for it; the registered or the policy's name when left out.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Under which clients ask for it; the registered or the policy's name when left out."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback only in this version.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     replicas: Annotated[int, typer.Option(help="Processes that each hold the policy.")] = 1,
     cpus: Annotated[float, typer.Option(help="CPUs of each replica.")] = 1.0,
     gpus: Annotated[float, typer.Option(help="GPUs of each replica; a fraction shares a card.")] = 0.0,
     batch_size: Annotated[int, typer.Option(help="Most requests answered in one call of the policy.")] = 1,
-    batch_wait_ms: Annotated[float, typer.Option(help="Longest that a request waits for others, when others are about.")] = 2.0,
+    batch_wait_ms: Annotated[
+        float, typer.Option(help="Longest that a request waits for others, when others are about.")
+    ] = 2.0,
     max_body_mb: Annotated[int, typer.Option(help="Largest request in MiB; at most 16.")] = 16,
     deadline_s: Annotated[float, typer.Option(help="Longest that a request may take.")] = 30.0,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a policy over HTTP and openpi's WebSocket until Ctrl-C."""
     from rlsvc.serve.preflight import check_address, check_name, check_resources, hold_port, local_cpus, local_gpus
 
     if not 1 <= batch_size <= 1024 or batch_wait_ms < 0 or not 1 <= max_body_mb <= 16 or deadline_s <= 0:
         raise UserError(
-            "expected --batch-size 1 to 1024, --batch-wait-ms 0 or more, --max-body-mb 1 to 16 and --deadline-s above 0; "
+            "expected --batch-size 1 to 1024, --batch-wait-ms 0 or more, --max-body-mb 1 to 16, --deadline-s above 0; "
             f"got {batch_size}, {batch_wait_ms:g}, {max_body_mb} and {deadline_s:g}"
         )
     if name is not None:
@@ -58,13 +63,18 @@ def serve(
         cpus=cpus,
         gpus=gpus,
         settings=ServeSettings(
-            max_body_bytes=max_body_mb * 2**20, max_batch=batch_size, batch_wait_s=batch_wait_ms / 1e3, deadline_s=deadline_s
+            max_body_bytes=max_body_mb * 2**20,
+            max_batch=batch_size,
+            batch_wait_s=batch_wait_ms / 1e3,
+            deadline_s=deadline_s,
         ),
-    )  # fmt: skip
+    )
     console = Console(soft_wrap=True)
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
-        console.print(f"loading {policy} (bundle {bundle.id[:12]}) on {replicas} replica(s); Ray takes some 30 s to start ...")
+        console.print(
+            f"loading {policy} (bundle {bundle.id[:12]}) on {replicas} replica(s); Ray takes some 30 s to start ..."
+        )
         with hold_port(port), ray_for_serving(deployment):
             start(deployment)
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -32,7 +32,8 @@ class ObservationHistory:
         """Add the newest observation and return the window.
 
         Args:
-            observation: of one step, by key an array of the feature's shape (or a number, or a text). It is copied, since
+            observation: of one step, by key an array of the feature's shape (or a number, or a text). It is copied,
+            since
                 robots and simulators write into the same buffers again.
 
         Returns:
@@ -43,10 +44,14 @@ class ObservationHistory:
         """
         step = {key: np.array(value) for key, value in observation.items()}
         if self._steps and step.keys() != self._steps[-1].keys():
-            raise ValueError(f"observation keys changed within an episode: {sorted(self._steps[-1])}, then {sorted(step)}")
+            raise ValueError(
+                f"observation keys changed within an episode: {sorted(self._steps[-1])}, then {sorted(step)}"
+            )
         for key, value in step.items():
             if self._steps and value.shape != self._steps[-1][key].shape:
-                raise ValueError(f"observation '{key}' changed its shape: {self._steps[-1][key].shape}, then {value.shape}")
+                raise ValueError(
+                    f"observation '{key}' changed its shape: {self._steps[-1][key].shape}, then {value.shape}"
+                )
         self._steps.append(step)
         return self.window()
 

@@ -1,8 +1,8 @@
 """Arrays in msgpack, byte-compatible with openpi's client, decoded without trust.
 
 An array is the map `{b"__ndarray__": True, b"data": bytes, b"dtype": str, b"shape": [..]}` and a numpy scalar
-`{b"__npgeneric__": True, b"data": number, b"dtype": str}` (the layout of openpi-client 0.1.2). dtype, shape and byte count are
-checked before an array is made; nothing is ever unpickled.
+`{b"__npgeneric__": True, b"data": number, b"dtype": str}` (the layout of openpi-client 0.1.2). dtype, shape and byte
+count are checked before an array is made; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def unpack(data: bytes, limits: Limits | None = None) -> Any:
     """Decode one message; arrays are read-only views of `data`.
 
     Raises:
-        WireError: too large, too deep, truncated, not msgpack, or an array whose dtype, shape and byte count do not agree.
+        WireError: too large, too deep, truncated, not msgpack, or an array whose dtype, shape and byte count do not
+        agree.
     """
     limits = limits or Limits()
     containers = 0
@@ -143,7 +144,13 @@ def _dtype(text: Any) -> np.dtype:
     if isinstance(text, bytes):
         text = text.decode("ascii", "replace")
     # Only the short array-interface form ("<f4"): np.dtype() would also take "O", records and comma lists.
-    if not (isinstance(text, str) and 3 <= len(text) <= 4 and text[0] in "<>|=" and text[1] in ARRAY_KINDS and text[2:].isdigit()):
+    if not (
+        isinstance(text, str)
+        and 3 <= len(text) <= 4
+        and text[0] in "<>|="
+        and text[1] in ARRAY_KINDS
+        and text[2:].isdigit()
+    ):
         raise WireError(f"array dtype {str(text)[:40]!r} is not accepted; expected a number or boolean such as '<f4'")
     try:
         return np.dtype(text)
@@ -165,7 +172,11 @@ def array_from_bytes(data: Any, dtype_text: Any, shape: Any) -> np.ndarray:
     dtype = _dtype(dtype_text)
     if not isinstance(data, bytes):
         raise WireError("array data is not bytes")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MAX_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
+    ):
         raise WireError(f"array shape {str(shape)[:60]} is not a list of at most {MAX_DIMENSIONS} sizes")
     expected = math.prod(shape) * dtype.itemsize
     if expected != len(data):

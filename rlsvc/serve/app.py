@@ -1,7 +1,8 @@
 """The HTTP and WebSocket face of a served policy, as a FastAPI application that knows nothing of Ray.
 
-The WebSocket at `/` speaks openpi's protocol: a metadata frame first, then an observation in and actions out, msgpack both.
-A message `{"observation": {...}, "seed": int, "step": int}` is taken there too and answered like HTTP's, errors included.
+The WebSocket at `/` speaks openpi's protocol: a metadata frame first, then an observation in and actions out, msgpack
+both. A message `{"observation": {...}, "seed": int, "step": int}` is taken there too and answered like HTTP's, errors
+included.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ import rlsvc
 from rlsvc.core.errors import unknown_name
 from rlsvc.core.wire import pack
 from rlsvc.serve import openapi
-from rlsvc.serve.codec import JSON, MSGPACK, ActRequest, Refusal, as_request, decode_message, decode_request, encode, media_type
+from rlsvc.serve.codec import (
+    JSON,
+    MSGPACK,
+    ActRequest,
+    RequestError,
+    as_request,
+    decode_message,
+    decode_request,
+    encode,
+    media_type,
+)
 from rlsvc.serve.metrics import CONTENT_TYPE
 from rlsvc.serve.service import PolicyService, internal_error, timing
 
@@ -34,14 +45,22 @@ def build_app(service: PolicyService) -> FastAPI:
     Args:
         service: the policy; loaded and warm, so that the application is ready as soon as it is reachable.
     """
-    app = FastAPI(title="rlsvc", version=rlsvc.__version__, description="Robot policies: an observation in, a chunk of actions out.")
+    app = FastAPI(
+        title="rlsvc",
+        version=rlsvc.__version__,
+        description="Robot policies: an observation in, a chunk of actions out.",
+    )
 
     def served(name: str) -> PolicyService:
         if name != service.name:
-            raise Refusal(404, "unknown_policy", str(unknown_name("policy", name[:80], [service.name])))
+            raise RequestError(404, "unknown_policy", str(unknown_name("policy", name[:80], [service.name])))
         return service
 
-    @app.post("/v1/policies/{name}/act", responses=openapi.ACT_RESPONSES, openapi_extra=openapi.act_request(service.runner.contract))
+    @app.post(
+        "/v1/policies/{name}/act",
+        responses=openapi.ACT_RESPONSES,
+        openapi_extra=openapi.act_request(service.runner.contract),
+    )
     async def act(name: str, request: Request) -> Response:
         """The actions for one observation, in the encoding of the request (JSON or msgpack)."""
         received = perf_counter()
@@ -52,7 +71,7 @@ def build_app(service: PolicyService) -> FastAPI:
             limit = policy.settings.max_body_bytes
             asked = decode_request(await _read_body(request, limit), kind, limit)
             answer = await policy.act(asked, transport="http", received=received)
-        except Refusal as refusal:
+        except RequestError as refusal:
             return _refused(service, refusal, kind)
         except ClientDisconnect:
             return Response(status_code=400)
@@ -71,7 +90,7 @@ def build_app(service: PolicyService) -> FastAPI:
         """A policy's contract and version."""
         try:
             return JSONResponse(served(name).describe())
-        except Refusal as refusal:
+        except RequestError as refusal:
             return _refused(service, refusal, JSON)
 
     @app.get("/healthz")
@@ -121,7 +140,7 @@ def build_app(service: PolicyService) -> FastAPI:
 
 async def _read_body(request: Request, limit: int) -> bytes:
     """The body, never holding more than `limit` bytes and a piece: refused by its declared length before it is read."""
-    too_large = Refusal(413, "too_large", f"the body is larger than {limit} bytes, which is the limit here")
+    too_large = RequestError(413, "too_large", f"the body is larger than {limit} bytes, which is the limit here")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise too_large
@@ -134,7 +153,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(pieces)
 
 
-def _refused(service: PolicyService, refusal: Refusal, kind: str) -> Response:
+def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Response:
     service.metrics.refused(refusal.reason)
     headers = {}
     if refusal.status == 413:
@@ -144,7 +163,7 @@ def _refused(service: PolicyService, refusal: Refusal, kind: str) -> Response:
     return Response(encode(_error(refusal), kind), status_code=refusal.status, media_type=kind, headers=headers)
 
 
-def _error(refusal: Refusal) -> dict[str, Any]:
+def _error(refusal: RequestError) -> dict[str, Any]:
     return {"error": str(refusal), "reason": refusal.reason, "status": refusal.status}
 
 
@@ -166,7 +185,7 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
             if asked.step is None:
                 asked = ActRequest(asked.observation, asked.seed, step)
             answer = await service.act(asked, transport="websocket", received=received)
-        except Refusal as refusal:
+        except RequestError as refusal:
             await _send_refusal(socket, service, refusal, enveloped)
             continue
         except Exception as error:
@@ -193,14 +212,16 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
 def _decode_frame(frame: Any, service: PolicyService) -> dict[str, Any]:
     data = frame.get("bytes")
     if data is None:
-        raise Refusal(400, "malformed", "got a text frame, expected a binary frame with a msgpack map")
+        raise RequestError(400, "malformed", "got a text frame, expected a binary frame with a msgpack map")
     message = decode_message(data, MSGPACK, service.settings.max_body_bytes)
     if not isinstance(message, dict):
-        raise Refusal(400, "malformed", f"the message is a {type(message).__name__}, expected a map of arrays by name")
+        raise RequestError(
+            400, "malformed", f"the message is a {type(message).__name__}, expected a map of arrays by name"
+        )
     return message
 
 
-async def _send_refusal(socket: WebSocket, service: PolicyService, refusal: Refusal, enveloped: bool) -> None:
+async def _send_refusal(socket: WebSocket, service: PolicyService, refusal: RequestError, enveloped: bool) -> None:
     """As openpi's clients expect an error, a text frame; in the request's own form where the client speaks it."""
     service.metrics.refused(refusal.reason)
     if enveloped:

@@ -56,9 +56,10 @@ class _Row:
 class Batcher:
     """Gathers rows into batches for a runner.
 
-    Rows that came while the model was busy go together at once. Beyond that the first row waits at most `wait_s`, and only while
-    the batch is smaller than the one before it: one client alone is never made to wait, and clients that act in step are kept
-    together. A row's answer does not depend on its batch (the runner's promise).
+    Rows that came while the model was busy go together at once. Beyond that the first row waits at most `wait_s`, and
+    only while
+    the batch is smaller than the one before it: one client alone is never made to wait, and clients that act in step
+    are kept together. A row's answer does not depend on its batch (the runner's promise).
     """
 
     def __init__(self, runner: Runner, *, max_batch: int = 1, wait_s: float = 0.002, max_waiting: int = 256) -> None:
@@ -175,7 +176,9 @@ class Batcher:
             raise RuntimeError(f"the policy returned actions of shape {chunk.action.shape}, its contract says {shape}")
         if not np.isfinite(chunk.action).all():
             raise RuntimeError("the policy returned actions that are not finite")
-        return [Answer(chunk.action[i], chunk.version, start - row.since, model_s, len(rows)) for i, row in enumerate(rows)]
+        return [
+            Answer(chunk.action[i], chunk.version, start - row.since, model_s, len(rows)) for i, row in enumerate(rows)
+        ]
 
 
 def _deliver(row: _Row, result: Answer | Exception) -> None:

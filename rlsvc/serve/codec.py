@@ -1,7 +1,8 @@
 """Requests and answers as bytes: JSON for curl and programs, msgpack for robots. The same message in both.
 
-A request is `{"observation": {key: array}, "seed": int, "step": int}`, seed and step optional. In JSON an array is nested lists
-or `{"b64": base64 of the C-order bytes, "dtype": "uint8", "shape": [..]}`; an answer's arrays are nested lists.
+A request is `{"observation": {key: array}, "seed": int, "step": int}`, seed and step optional. In JSON an array is
+nested lists or `{"b64": base64 of the C-order bytes, "dtype": "uint8", "shape": [..]}`; an answer's arrays are nested
+lists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_INTEGER = 2**31
 _FIELDS = ("observation", "seed", "step")
 
 
-class Refusal(UserError):
+class RequestError(UserError):
     """A request that is answered with a message instead of actions.
 
     Attributes:
@@ -59,14 +60,14 @@ def media_type(content_type: str | None) -> str:
     """JSON or MSGPACK out of a Content-Type header.
 
     Raises:
-        Refusal: 415, anything else.
+        RequestError: 415, anything else.
     """
     kind = (content_type or "").split(";", 1)[0].strip().lower()
     if kind in (MSGPACK, "application/x-msgpack", "application/vnd.msgpack"):
         return MSGPACK
     if kind == JSON:
         return JSON
-    raise Refusal(415, "media_type", f"content type '{kind[:60]}' is not spoken here; send {JSON} or {MSGPACK}")
+    raise RequestError(415, "media_type", f"content type '{kind[:60]}' is not spoken here; send {JSON} or {MSGPACK}")
 
 
 def decode_request(body: bytes, kind: str, max_bytes: int) -> ActRequest:
@@ -78,7 +79,7 @@ def decode_request(body: bytes, kind: str, max_bytes: int) -> ActRequest:
         max_bytes: limit of a message.
 
     Raises:
-        Refusal: 400, it is not a message of this kind or not a request.
+        RequestError: 400, it is not a message of this kind or not a request.
     """
     return as_request(decode_message(body, kind, max_bytes))
 
@@ -89,30 +90,32 @@ def decode_message(body: bytes, kind: str, max_bytes: int) -> Any:
         try:
             return unpack(body, Limits(max_bytes=max_bytes))
         except WireError as error:
-            raise Refusal(400, "malformed", str(error)) from error
+            raise RequestError(400, "malformed", str(error)) from error
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Refusal(400, "malformed", f"the body is not JSON: {error}") from error
+        raise RequestError(400, "malformed", f"the body is not JSON: {error}") from error
 
 
 def as_request(message: Any) -> ActRequest:
     """A decoded message as a request.
 
     Raises:
-        Refusal: 400, a field is missing, unknown or of the wrong type.
+        RequestError: 400, a field is missing, unknown or of the wrong type.
     """
     if not isinstance(message, dict):
-        raise Refusal(400, "malformed", f"the message is a {type(message).__name__}, expected a map with 'observation'")
+        raise RequestError(
+            400, "malformed", f"the message is a {type(message).__name__}, expected a map with 'observation'"
+        )
     for key in message:
         if key not in _FIELDS:
             guess = nearest(str(key), _FIELDS)
             hint = f" (did you mean '{guess}'?)" if guess else ""
-            raise Refusal(400, "malformed", f"unknown field '{key[:60]}'{hint}; expected: {', '.join(_FIELDS)}")
+            raise RequestError(400, "malformed", f"unknown field '{key[:60]}'{hint}; expected: {', '.join(_FIELDS)}")
     observation = message.get("observation")
     if not isinstance(observation, dict):
         got = "nothing" if observation is None else type(observation).__name__
-        raise Refusal(400, "malformed", f"'observation': got {got}, expected a map of arrays by name")
+        raise RequestError(400, "malformed", f"'observation': got {got}, expected a map of arrays by name")
     step = message.get("step")
     return ActRequest(
         {key: _array(key, value) for key, value in observation.items()},
@@ -130,7 +133,9 @@ def _integer(name: str, value: Any) -> int:
     if isinstance(value, np.integer):
         value = int(value)
     if type(value) is not int or not 0 <= value < MAX_INTEGER:
-        raise Refusal(400, "malformed", f"'{name}': got {str(value)[:40]}, expected an integer from 0 to {MAX_INTEGER - 1}")
+        raise RequestError(
+            400, "malformed", f"'{name}': got {str(value)[:40]}, expected an integer from 0 to {MAX_INTEGER - 1}"
+        )
     return value
 
 
@@ -140,16 +145,20 @@ def _array(key: str, value: Any) -> Any:
         return value
     where = f"observation '{key[:60]}'"
     if value.keys() != {"b64", "dtype", "shape"}:
-        raise Refusal(400, "malformed", f"{where}: a map must have exactly 'b64', 'dtype' and 'shape'; got {', '.join(value)[:80]}")
+        raise RequestError(
+            400,
+            "malformed",
+            f"{where}: a map must have exactly 'b64', 'dtype' and 'shape'; got {', '.join(value)[:80]}",
+        )
     if value["dtype"] not in DTYPES or value["dtype"] == TEXT:
         allowed = ", ".join(name for name in DTYPES if name != TEXT)
-        raise Refusal(400, "malformed", f"{where}: dtype '{str(value['dtype'])[:40]}' is not one of {allowed}")
+        raise RequestError(400, "malformed", f"{where}: dtype '{str(value['dtype'])[:40]}' is not one of {allowed}")
     try:
         data = base64.b64decode(value["b64"], validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
-        raise Refusal(400, "malformed", f"{where}: 'b64' is not base64") from error
+        raise RequestError(400, "malformed", f"{where}: 'b64' is not base64") from error
     try:
         # Byte order on the wire is little-endian, whatever the machine.
         return array_from_bytes(data, np.dtype(value["dtype"]).newbyteorder("<").str, value["shape"])
     except WireError as error:
-        raise Refusal(400, "malformed", f"{where}: {error}") from error
+        raise RequestError(400, "malformed", f"{where}: {error}") from error

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +48,10 @@ class Deployment:
     replicas: int = 1
     cpus: float = 1.0
     gpus: float = 0.0
-    settings: ServeSettings = ServeSettings()
+    settings: ServeSettings = field(default_factory=ServeSettings)
 
     def replica_environment(self) -> dict[str, str]:
-        """Set in the replica's process before it imports jax: share a card with others, stay off cards not asked for."""
+        """Set in the replica's process before it imports jax: share a card, and stay off cards not asked for."""
         variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         return variables if self.gpus else variables | {"JAX_PLATFORMS": "cpu"}
 
@@ -152,7 +152,7 @@ def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
 
 
 def _stop(*, ours: bool) -> None:
-    """End the application. With a Ray of our own everything ends with it; a cluster's Serve may hold others' applications."""
+    """End the application: a Ray of our own ends with all it holds, a cluster's Serve may hold other applications."""
     import ray
 
     if ours or not ray.is_initialized():

@@ -32,7 +32,8 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
     """Environment variables for Serve, with files and ports of their own so that several servers fit on one machine.
 
     Args:
-        folder: an existing folder that only this user can write, for HAProxy's files; its path must be short, since it holds
+        folder: an existing folder that only this user can write, for HAProxy's files; its path must be short, since it
+        holds
             Unix sockets (their names stop at 107 bytes).
 
     Raises:
@@ -57,7 +58,7 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
-        # By default a proxy that takes 15 s to come up, as on a busy laptop, is killed and its start reported as failed.
+        # By default a proxy that takes 15 s to come up, as on a busy laptop, is killed as failed.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
     }

@@ -1,4 +1,7 @@
-"""What a replica counts, as Prometheus text. Every series has the replica's id, so that replicas behind one port are not mixed up."""
+"""What a replica counts, as Prometheus text.
+
+Every series has the replica's id, so that replicas behind one port are not mixed up.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 class Metrics:
     """Counters of one replica.
 
-    A request's latency is split into wire (reading, decoding, checking and encoding), queue (waiting for a batch) and model.
+    A request's latency is split into wire (reading, decoding, checking and encoding), queue (waiting for a batch) and
+    model.
     """
 
     def __init__(self, replica: str, policy: str, version: str) -> None:
@@ -19,17 +23,35 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = {"replica": replica, "policy": policy}
         names = tuple(self._labels)
-        self._requests = Counter("rlsvc_requests", "Requests answered with actions.", (*names, "transport"), registry=self.registry)
-        self._refused = Counter("rlsvc_refused", "Requests refused, by reason.", (*names, "reason"), registry=self.registry)
-        latency = Histogram(
-            "rlsvc_latency_seconds", "Time of answered requests by part.", (*names, "part"), buckets=SECONDS, registry=self.registry
+        self._requests = Counter(
+            "rlsvc_requests", "Requests answered with actions.", (*names, "transport"), registry=self.registry
         )
-        self._wire, self._queue, self._model = (latency.labels(**self._labels, part=part) for part in ("wire", "queue", "model"))
-        batch = Histogram("rlsvc_batch_size", "Rows in a request's batch.", names, buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
+        self._refused = Counter(
+            "rlsvc_refused", "Requests refused, by reason.", (*names, "reason"), registry=self.registry
+        )
+        latency = Histogram(
+            "rlsvc_latency_seconds",
+            "Time of answered requests by part.",
+            (*names, "part"),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._wire, self._queue, self._model = (
+            latency.labels(**self._labels, part=part) for part in ("wire", "queue", "model")
+        )
+        batch = Histogram(
+            "rlsvc_batch_size",
+            "Rows in a request's batch.",
+            names,
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+            registry=self.registry,
+        )
         self._batch = batch.labels(**self._labels)
         sockets = Gauge("rlsvc_websockets", "Open WebSocket connections.", names, registry=self.registry)
         self.websockets = sockets.labels(**self._labels)
-        info = Gauge("rlsvc_policy_info", "1, with the served version as a label.", (*names, "version"), registry=self.registry)
+        info = Gauge(
+            "rlsvc_policy_info", "1, with the served version as a label.", (*names, "version"), registry=self.registry
+        )
         info.labels(**self._labels, version=version).set(1)
         # Present from the start: an alarm on a counter that has never moved needs the zero.
         for transport in ("http", "websocket"):
@@ -44,7 +66,7 @@ class Metrics:
         self._batch.observe(batch_size)
 
     def refused(self, reason: str) -> None:
-        """One request refused; reasons are the few words of `service.Refusal`, never a client's text."""
+        """One request refused; reasons are the few words of `codec.RequestError`, never a client's text."""
         self._refused.labels(**self._labels, reason=reason).inc()
 
     def render(self) -> bytes:

@@ -29,22 +29,34 @@ _ACTION_SCHEMA = {
     "type": "object",
     "required": ["action", "version", "timing"],
     "properties": {
-        "action": {"type": "array", "description": "[H, A], H actions at the contract's rate.", "items": {"type": "array", "items": {"type": "number"}}},
+        "action": {
+            "type": "array",
+            "description": "[H, A], H actions at the contract's rate.",
+            "items": {"type": "array", "items": {"type": "number"}},
+        },
         "version": {"type": "string"},
-        "timing": {"type": "object", "description": "Milliseconds: total, queue, model, wire; and the batch's size.", "additionalProperties": {"type": "number"}},
+        "timing": {
+            "type": "object",
+            "description": "Milliseconds: total, queue, model, wire; and the batch's size.",
+            "additionalProperties": {"type": "number"},
+        },
     },
-}  # fmt: skip
+}
 _ARRAY_SCHEMA = {
     "oneOf": [
         {"type": ["array", "number", "string", "boolean"], "description": "Nested lists, a number or a text."},
         {
             "type": "object",
             "required": ["b64", "dtype", "shape"],
-            "properties": {"b64": {"type": "string"}, "dtype": {"type": "string"}, "shape": {"type": "array", "items": {"type": "integer"}}},
+            "properties": {
+                "b64": {"type": "string"},
+                "dtype": {"type": "string"},
+                "shape": {"type": "array", "items": {"type": "integer"}},
+            },
             "additionalProperties": False,
         },
     ]
-}  # fmt: skip
+}
 
 
 def _answer(description: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +75,9 @@ ACT_RESPONSES: dict[int | str, dict[str, Any]] = {
     504: _answer("The policy did not answer in time.", _ERROR_SCHEMA),
 }
 LIST_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: _answer("The policies.", {"type": "object", "properties": {"policies": {"type": "array", "items": _POLICY_SCHEMA}}}),
+    200: _answer(
+        "The policies.", {"type": "object", "properties": {"policies": {"type": "array", "items": _POLICY_SCHEMA}}}
+    ),
 }
 DESCRIBE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: _answer("The policy.", _POLICY_SCHEMA),
@@ -86,7 +100,7 @@ def act_request(contract: Contract) -> dict[str, Any]:
             "observation": {
                 "type": "object",
                 "required": list(contract.observation),
-                "properties": {key: _ARRAY_SCHEMA for key in contract.observation},
+                "properties": dict.fromkeys(contract.observation, _ARRAY_SCHEMA),
                 "additionalProperties": False,
             },
             "seed": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1, "default": 0},
@@ -96,9 +110,14 @@ def act_request(contract: Contract) -> dict[str, Any]:
     }
     example = {"observation": example_observation(contract), "seed": 0, "step": 0}
     content = {
-        "application/json": {"schema": schema, "examples": {"zeros": {"summary": "An observation of zeros", "value": example}}},
-        "application/msgpack": {"schema": {"type": "string", "format": "binary", "description": "The same map; arrays as openpi's msgpack."}},
-    }  # fmt: skip
+        "application/json": {
+            "schema": schema,
+            "examples": {"zeros": {"summary": "An observation of zeros", "value": example}},
+        },
+        "application/msgpack": {
+            "schema": {"type": "string", "format": "binary", "description": "The same map; arrays as openpi's msgpack."}
+        },
+    }
     return {"requestBody": {"required": True, "content": content}}
 
 
@@ -111,5 +130,9 @@ def example_observation(contract: Contract) -> dict[str, Any]:
         elif array.size <= MAX_EXAMPLE_ELEMENTS:
             example[key] = np.asarray(array).tolist()
         else:
-            example[key] = {"b64": f"(base64 of {array.nbytes} bytes)", "dtype": str(array.dtype), "shape": list(array.shape)}
+            example[key] = {
+                "b64": f"(base64 of {array.nbytes} bytes)",
+                "dtype": str(array.dtype),
+                "shape": list(array.shape),
+            }
     return example

@@ -26,7 +26,9 @@ def check_name(name: str) -> str:
         UserError: empty, too long, or with a letter that has no place in a URL path.
     """
     if not _NAME.fullmatch(name):
-        raise UserError(f"policy name '{name}': expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit")
+        raise UserError(
+            f"policy name '{name}': expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+        )
     return name
 
 
@@ -51,7 +53,9 @@ def check_address(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise BusyError(f"port {port} on {host} is in use; stop what listens there or choose another with --port") from error
+                raise BusyError(
+                    f"port {port} on {host} is in use; stop what listens there or choose another with --port"
+                ) from error
             raise UserError(f"cannot listen on {host} port {port}: {error.strerror}") from error
 
 
@@ -69,14 +73,16 @@ def hold_port(port: int) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BusyError(f"port {port} is taken by another `rlsvc serve` that is starting; choose another with --port") from error
+            raise BusyError(
+                f"port {port} is taken by another `rlsvc serve` that is starting; choose another with --port"
+            ) from error
         yield
     finally:
         os.close(descriptor)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Of names only "localhost" counts: others resolve as someone else decides."""
+    """Whether only this machine can reach `host`. Of names only "localhost" counts: others resolve elsewhere."""
     if host == "localhost":
         return True
     try:
@@ -99,7 +105,9 @@ def check_resources(replicas: int, cpus: float, gpus: float, *, have_cpus: float
         UserError: not enough.
     """
     if replicas < 1 or cpus < 0 or gpus < 0:
-        raise UserError(f"--replicas {replicas}, --cpus {cpus:g}, --gpus {gpus:g}: expected at least one replica and no negative share")
+        raise UserError(
+            f"--replicas {replicas}, --cpus {cpus:g}, --gpus {gpus:g}: expected 1 replica or more and no negative share"
+        )
     if gpus > 0 and have_gpus == 0:
         raise UserError(f"--gpus {gpus:g}: there is no GPU here; leave --gpus out to serve on the CPU")
     if gpus > 1 and gpus != int(gpus):
@@ -110,7 +118,7 @@ def check_resources(replicas: int, cpus: float, gpus: float, *, have_cpus: float
         raise UserError(f"--replicas {replicas} with --gpus {gpus:g} each: {have_gpus:g} GPUs hold {fit} such replicas")
     if replicas * cpus > have_cpus:
         raise UserError(
-            f"--replicas {replicas} with --cpus {cpus:g} each need {replicas * cpus:g} CPUs, there are {have_cpus:g}; lower one of the two"
+            f"--replicas {replicas} with --cpus {cpus:g} each need {replicas * cpus:g} CPUs, there are {have_cpus:g}"
         )
 
 
@@ -129,7 +137,11 @@ def local_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
     if visible is not None:
         wanted = [item.strip() for item in visible.split(",")]
         # As CUDA reads it: what follows a bad entry does not count.
-        return next((i for i, item in enumerate(wanted) if item in ("", "-1", "NoDevFiles")), len(wanted)) if _devices(driver) else 0
+        return (
+            next((i for i, item in enumerate(wanted) if item in ("", "-1", "NoDevFiles")), len(wanted))
+            if _devices(driver)
+            else 0
+        )
     return _devices(driver)
 
 

@@ -27,7 +27,7 @@ class BundleLoader:
     """Loads a bundle in the replica's process, where the device is; the path must be readable there."""
 
     def __init__(self, path: Path, max_batch: int, device: str) -> None:
-        """Remember what to load; nothing is imported yet, since the environment of the replica decides about devices."""
+        """Remember what to load; nothing is imported yet, since the replica's environment decides about devices."""
         self._path = path
         self._max_batch = max_batch
         self._device = device
@@ -44,11 +44,11 @@ class PolicyReplica:
 
     Consumes: HTTP requests and WebSocket messages, which Serve's proxy (HAProxy, or Serve's own) hands it.
     Produces: action chunks, refusals, Prometheus text; nothing is kept between requests but counters.
-    Waits for: the policy's thread, at most `deadline_s` for a request; the event loop itself never waits for the policy.
-    When a client dies its request is dropped before its batch starts, or its answer is thrown away. When the proxy dies Serve
-    restarts it; clients connect anew and ask again. When this replica dies Serve starts another; requests under way are lost,
-    and asking again is harmless, since a request's seed and step decide its answer. When the Serve controller dies this replica
-    goes on answering.
+    Waits for: the policy's thread, at most `deadline_s` for a request; the event loop itself never waits for the
+    policy. When a client dies its request is dropped before its batch starts, or its answer is thrown away. When the
+    proxy dies Serve restarts it; clients connect anew and ask again. When this replica dies Serve starts another;
+    requests under way are lost, and asking again is harmless, since a request's seed and step decide its answer. When
+    the Serve controller dies this replica goes on answering.
     """
 
     async def __init__(self, name: str, load: Callable[[], Runner], settings: ServeSettings) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlsvc.core.errors import ContractError
 from rlsvc.serve.batcher import Answer, Batcher, OverloadedError
-from rlsvc.serve.codec import ActRequest, Refusal
+from rlsvc.serve.codec import ActRequest, RequestError
 from rlsvc.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class PolicyService:
         self.metrics = Metrics(replica, name, runner.version)
         self._batcher = Batcher(
             runner, max_batch=settings.max_batch, wait_s=settings.batch_wait_s, max_waiting=settings.max_waiting
-        )  # fmt: skip
+        )
 
     @property
     def ready(self) -> bool:
@@ -79,26 +79,29 @@ class PolicyService:
             received: `perf_counter()` when the first byte was there, so that decoding counts as wire time.
 
         Raises:
-            Refusal: the observation does not fit the contract (422), too many requests wait (503), the policy did not answer
+            RequestError: the observation does not fit the contract (422), too many requests wait (503), the policy did
+            not answer
                 in time (504), or failed (500, with an id that is in the log beside the traceback).
         """
         try:
             observation = self.runner.contract.check_observation(request.observation)
         except ContractError as error:
-            raise Refusal(422, "observation", str(error)) from error
+            raise RequestError(422, "observation", str(error)) from error
         try:
             async with asyncio.timeout(self.settings.deadline_s):
                 answer = await self._batcher.act(observation, request.seed, request.step or 0)
         except OverloadedError as error:
-            raise Refusal(503, "overloaded", f"{error}; try again later") from error
+            raise RequestError(503, "overloaded", f"{error}; try again later") from error
         except TimeoutError as error:
-            raise Refusal(504, "deadline", f"the policy did not answer within {self.settings.deadline_s:g} s") from error
+            raise RequestError(
+                504, "deadline", f"the policy did not answer within {self.settings.deadline_s:g} s"
+            ) from error
         except Exception as error:
             raise internal_error(error) from error
         wire_s = max(0.0, perf_counter() - received - answer.queue_s - answer.model_s)
         self.metrics.answered(
             transport, wire_s=wire_s, queue_s=answer.queue_s, model_s=answer.model_s, batch_size=answer.batch_size
-        )  # fmt: skip
+        )
         return answer
 
     def close(self) -> None:
@@ -106,11 +109,11 @@ class PolicyService:
         self._batcher.close()
 
 
-def internal_error(error: Exception) -> Refusal:
+def internal_error(error: Exception) -> RequestError:
     """Log a bug with its traceback under a new id, and give the client the id alone."""
     request_id = uuid.uuid4().hex[:12]
     logger.error("request %s failed", request_id, exc_info=error)
-    return Refusal(500, "internal", f"internal error; request id {request_id} is in the server's log")
+    return RequestError(500, "internal", f"internal error; request id {request_id} is in the server's log")
 
 
 def timing(answer: Answer, received: float) -> dict[str, float]:

@@ -10,7 +10,9 @@ from rlsvc.client import AsyncChunkedPolicy, ChunkedPolicy, PolicyUnavailableErr
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import ContractError, UserError
 
-WINDOWED = Contract({"observation.state": Feature((1,), "float32")}, Feature((2,), "float32"), 10.0, n_obs_steps=3, action_horizon=4)
+WINDOWED = Contract(
+    {"observation.state": Feature((1,), "float32")}, Feature((2,), "float32"), 10.0, n_obs_steps=3, action_horizon=4
+)
 
 
 class FakeClient:

@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 from serving_fakes import CONTRACT, POISON, SMALL_CONTRACT, FakeRunner, expected_action, observation, serving
 
-from rlsvc.client import AsyncPolicyClient, ClientOptions, PolicyClient, PolicyUnavailableError, RefusedError, ServerFaultError
+from rlsvc.client import (
+    AsyncPolicyClient,
+    ClientOptions,
+    PolicyClient,
+    PolicyUnavailableError,
+    RefusedError,
+    ServerFaultError,
+)
 from rlsvc.client.protocol import Address, decode_reply
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import ContractError, NotFoundError, UserError
@@ -77,7 +84,7 @@ def test_a_client_learns_the_contract_and_gets_actions(make_client, transport):
 def test_a_bad_observation_is_refused_before_it_is_sent(make_client, transport):
     runner = FakeRunner()
     with serving(runner) as url, make_client(url, transport=transport) as client:
-        with pytest.raises(ContractError, match="'observation.state': got shape"):
+        with pytest.raises(ContractError, match=r"'observation\.state': got shape"):
             client.act({**observation(), "observation.state": np.zeros(2)})
         with pytest.raises(ContractError, match="not finite"):
             client.act(observation(np.nan))
@@ -153,7 +160,10 @@ def test_a_contract_that_changed_over_a_restart_is_refused(make_client, free_por
         url = first.enter_context(serving(FakeRunner(), port=free_port))
         with make_client(url) as client:
             first.close()
-            with serving(FakeRunner(SMALL_CONTRACT), port=free_port), pytest.raises(ContractError, match="changed its contract"):
+            with (
+                serving(FakeRunner(SMALL_CONTRACT), port=free_port),
+                pytest.raises(ContractError, match="changed its contract"),
+            ):
                 client.act(observation())
 
 
@@ -184,7 +194,11 @@ def test_a_server_that_trickles_does_not_outlive_the_deadline(make_client, trans
 
     def drip(connection):
         with contextlib.suppress(OSError):
-            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 10000\r\ncontent-type: application/json\r\n\r\n" if transport == "http" else b"HTTP/1.1 101")
+            connection.sendall(
+                b"HTTP/1.1 200 OK\r\ncontent-length: 10000\r\ncontent-type: application/json\r\n\r\n"
+                if transport == "http"
+                else b"HTTP/1.1 101"
+            )
             while True:
                 connection.sendall(b" ")
                 time.sleep(0.1)
@@ -215,10 +229,12 @@ with serving(Zeros(contract)) as url:
 
 @pytest.fixture(scope="module")
 def server_process():
-    """A server in a process of its own, to be stopped and woken; its observation of 6 MB is larger than the sockets' buffers."""
+    """A server in a process of its own, to be stopped and woken; its observation of 6 MB fills the sockets' buffers."""
     folder = Path(__file__).parent.parent / "serve"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent.parent)])}
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
     yield process, process.stdout.readline().strip()
     process.kill()
     process.wait()
@@ -226,7 +242,9 @@ def server_process():
     process.stdout.close()
 
 
-def test_a_stopped_server_is_a_timeout_even_while_a_large_observation_is_being_sent(make_client, transport, server_process):
+def test_a_stopped_server_is_a_timeout_even_while_a_large_observation_is_being_sent(
+    make_client, transport, server_process
+):
     process, url = server_process
     image = {"observation.image": np.zeros((1000, 2000, 3), np.uint8)}
     with make_client(url, transport=transport, options=ClientOptions(timeout_s=2.0)) as client:
@@ -244,7 +262,10 @@ def test_a_stopped_server_is_a_timeout_even_while_a_large_observation_is_being_s
 
 def test_a_client_that_was_idle_for_long_is_still_answered(make_client):
     """uvicorn pings, and drops who does not pong: the blocking client, which has no thread, connects anew then."""
-    with serving(FakeRunner(), uvicorn_options={"ws_ping_interval": 0.1, "ws_ping_timeout": 0.1}) as url, make_client(url) as client:
+    with (
+        serving(FakeRunner(), uvicorn_options={"ws_ping_interval": 0.1, "ws_ping_timeout": 0.1}) as url,
+        make_client(url) as client,
+    ):
         for pause in (0.0, 0.15, 0.8):
             time.sleep(pause)
             assert client.act(observation()).action.shape == (4, 2)
@@ -257,7 +278,9 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next(make_client, tra
         with pytest.raises(TimeoutError):
             client.act(observation(1.0), step=1)
         runner.open.set()
-        np.testing.assert_array_equal(client.act(observation(2.0), step=2).action, expected_action(np.full((2, 3), 2.0), 0, 2))
+        np.testing.assert_array_equal(
+            client.act(observation(2.0), step=2).action, expected_action(np.full((2, 3), 2.0), 0, 2)
+        )
 
 
 def test_a_request_that_was_cancelled_leaves_no_answer_behind(transport):
@@ -335,13 +358,19 @@ def test_a_web_server_that_serves_no_policy_is_unavailable(make_client, transpor
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         with pytest.raises(PolicyUnavailableError):
-            make_client(f"127.0.0.1:{server.server_address[1]}", transport=transport, options=ClientOptions(retries=1, backoff_s=0.01))
+            make_client(
+                f"127.0.0.1:{server.server_address[1]}",
+                transport=transport,
+                options=ClientOptions(retries=1, backoff_s=0.01),
+            )
     finally:
         server.shutdown()
         server.server_close()
 
 
-@pytest.mark.parametrize("url", ["", "ftp://x:1", "http://x:99999", "x:abc", "http://x:1/path", "http://user@x:1", "http://:80"])
+@pytest.mark.parametrize(
+    "url", ["", "ftp://x:1", "http://x:99999", "x:abc", "http://x:1/path", "http://user@x:1", "http://:80"]
+)
 def test_bad_addresses_are_refused(url):
     with pytest.raises(UserError, match="server address"):
         PolicyClient(url)
@@ -361,13 +390,20 @@ def test_an_unknown_transport_is_refused_with_the_list():
 
 def test_an_observation_too_large_for_a_message_is_refused_before_it_is_sent():
     contract = Contract({"observation.image": Feature((2400, 2400, 3), "uint8")}, Feature((2,), "float32"), 10.0, 1, 4)
-    with serving(FakeRunner(contract)) as url, PolicyClient(url) as client, pytest.raises(ContractError, match="send smaller images"):
+    with (
+        serving(FakeRunner(contract)) as url,
+        PolicyClient(url) as client,
+        pytest.raises(ContractError, match="send smaller images"),
+    ):
         client.act({"observation.image": np.zeros((2400, 2400, 3), np.uint8)})
 
 
 def test_the_client_imports_neither_jax_torch_ray_nor_the_server():
-    script = "import sys, rlsvc.client; print([m for m in ('jax', 'torch', 'ray', 'fastapi', 'pydantic', 'rlsvc.serve') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    heavy = ("jax", "torch", "ray", "fastapi", "pydantic", "rlsvc.serve")
+    script = f"import sys, rlsvc.client; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
     assert found.stdout.strip() == "[]"
 
 

@@ -16,7 +16,11 @@ POISON = -666.0
 """A state that makes the policy raise."""
 
 CONTRACT = Contract(
-    observation={"observation.state": Feature((3,), "float32"), "observation.image": Feature((4, 4, 3), "uint8"), "task": Feature((), "str")},
+    observation={
+        "observation.state": Feature((3,), "float32"),
+        "observation.image": Feature((4, 4, 3), "uint8"),
+        "task": Feature((), "str"),
+    },
     action=Feature((2,), "float32"),
     rate_hz=10.0,
     n_obs_steps=2,
@@ -35,7 +39,7 @@ def observation(value: float = 1.0) -> dict[str, np.ndarray | str]:
 
 
 def expected_action(state: np.ndarray, seed: int, step: int, horizon: int = 4) -> np.ndarray:
-    """[H, 2] what FakeRunner answers: the sum of the newest state in column 0, seed + step / 8 in column 1, plus the row's h."""
+    """[H, 2], what FakeRunner answers: the sum of the newest state, plus h, and seed + step / 8."""
     action = np.empty((horizon, 2), np.float32)
     action[:, 0] = np.asarray(state, np.float32).reshape(-1, 3)[-1].sum() + np.arange(horizon)
     action[:, 1] = seed + step / 8
@@ -63,7 +67,9 @@ class FakeRunner:
         self.batches.append(len(states))
         if (states == POISON).any():
             raise RuntimeError("secret detail of the policy")
-        actions = [expected_action(state, int(seed), int(step)) for state, seed, step in zip(states, seeds, steps, strict=True)]
+        actions = [
+            expected_action(state, int(seed), int(step)) for state, seed, step in zip(states, seeds, steps, strict=True)
+        ]
         return ActionChunk(np.stack(actions), self.version)
 
 

@@ -29,7 +29,10 @@ def runner():
 
 @pytest.fixture
 def client(runner):
-    with service_of(runner, max_body_bytes=100_000, deadline_s=5.0) as service, TestClient(build_app(service)) as client:
+    with (
+        service_of(runner, max_body_bytes=100_000, deadline_s=5.0) as service,
+        TestClient(build_app(service)) as client,
+    ):
         yield client
 
 
@@ -58,9 +61,17 @@ def test_json_lists_and_msgpack_give_the_same_action(client):
 def test_json_takes_base64_arrays(client):
     message = {"observation": as_lists(observation())}
     image = np.arange(96, dtype=np.uint8).reshape(2, 4, 4, 3)
-    message["observation"]["observation.image"] = {"b64": base64.b64encode(image.tobytes()).decode(), "dtype": "uint8", "shape": [2, 4, 4, 3]}
+    message["observation"]["observation.image"] = {
+        "b64": base64.b64encode(image.tobytes()).decode(),
+        "dtype": "uint8",
+        "shape": [2, 4, 4, 3],
+    }
     state = np.full((2, 3), 2.0, "<f4")
-    message["observation"]["observation.state"] = {"b64": base64.b64encode(state.tobytes()).decode(), "dtype": "float32", "shape": [2, 3]}
+    message["observation"]["observation.state"] = {
+        "b64": base64.b64encode(state.tobytes()).decode(),
+        "dtype": "float32",
+        "shape": [2, 3],
+    }
     answer = post(client, message)
     assert answer.status_code == 200, answer.text
     np.testing.assert_array_equal(answer.json()["action"], expected_action(state, 0, 0))
@@ -71,10 +82,22 @@ def changed(**values):
 
 
 BAD_OBSERVATIONS = {
-    "a wrong shape": (changed(**{"observation.state": [[1, 2], [1, 2]]}), 422, r"'observation.state': got shape \(2, 2\), expected \(2, 3\)"),
+    "a wrong shape": (
+        changed(**{"observation.state": [[1, 2], [1, 2]]}),
+        422,
+        r"'observation.state': got shape \(2, 2\), expected \(2, 3\)",
+    ),
     "a missing window": (changed(**{"observation.state": [1, 2, 3]}), 422, "2 observation steps, oldest first"),
-    "a wrong dtype": (changed(**{"observation.image": np.zeros((2, 4, 4, 3)).tolist()}), 422, "got dtype float64, expected uint8"),
-    "a value outside the dtype": (changed(**{"observation.image": np.full((2, 4, 4, 3), 256).tolist()}), 422, "values outside uint8"),
+    "a wrong dtype": (
+        changed(**{"observation.image": np.zeros((2, 4, 4, 3)).tolist()}),
+        422,
+        "got dtype float64, expected uint8",
+    ),
+    "a value outside the dtype": (
+        changed(**{"observation.image": np.full((2, 4, 4, 3), 256).tolist()}),
+        422,
+        "values outside uint8",
+    ),
     "a null": (changed(**{"observation.state": [[1, 2, None]] * 2}), 422, "got dtype object, expected float32"),
     "a text for a number": (changed(**{"observation.state": "abc"}), 422, "'observation.state'"),
     "a number for a text": (changed(task=3), 422, "'task': got int, expected a text"),
@@ -89,12 +112,28 @@ BAD_OBSERVATIONS = {
     "a seed that is no integer": ({**changed(), "seed": 1.5}, 400, "'seed': got 1.5"),
     "a boolean step": ({**changed(), "step": True}, 400, "'step': got True"),
     "a seed beyond 32 bits": ({**changed(), "seed": 2**31}, 400, "'seed'"),
-    "base64 of a wrong length": (changed(**{"observation.state": {"b64": "AAAA", "dtype": "float32", "shape": [2, 3]}}), 400, "needs 24 bytes"),
-    "base64 that is none": (changed(**{"observation.state": {"b64": "?", "dtype": "float32", "shape": [2, 3]}}), 400, "not base64"),
-    "a base64 dtype of objects": (changed(**{"observation.state": {"b64": "", "dtype": "object", "shape": [0]}}), 400, "dtype 'object'"),
-    "a base64 shape below zero": (changed(**{"observation.state": {"b64": "", "dtype": "float32", "shape": [-1]}}), 400, "shape"),
+    "base64 of a wrong length": (
+        changed(**{"observation.state": {"b64": "AAAA", "dtype": "float32", "shape": [2, 3]}}),
+        400,
+        "needs 24 bytes",
+    ),
+    "base64 that is none": (
+        changed(**{"observation.state": {"b64": "?", "dtype": "float32", "shape": [2, 3]}}),
+        400,
+        "not base64",
+    ),
+    "a base64 dtype of objects": (
+        changed(**{"observation.state": {"b64": "", "dtype": "object", "shape": [0]}}),
+        400,
+        "dtype 'object'",
+    ),
+    "a base64 shape below zero": (
+        changed(**{"observation.state": {"b64": "", "dtype": "float32", "shape": [-1]}}),
+        400,
+        "shape",
+    ),
     "another map": (changed(**{"observation.state": {"data": "x"}}), 400, "exactly 'b64', 'dtype' and 'shape'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_OBSERVATIONS)
@@ -165,7 +204,14 @@ def test_a_body_without_a_declared_length_is_cut_off_at_the_limit(client):
         async def send(message):
             answer.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": ACT, "raw_path": ACT.encode(), "query_string": b"", "http_version": "1.1"}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": ACT,
+            "raw_path": ACT.encode(),
+            "query_string": b"",
+            "http_version": "1.1",
+        }
         await client.app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
         return answer
 
@@ -185,7 +231,14 @@ def test_a_declared_length_over_the_limit_is_refused_before_a_byte_is_read(clien
         async def send(message):
             answer.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": ACT, "raw_path": ACT.encode(), "query_string": b"", "http_version": "1.1"}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": ACT,
+            "raw_path": ACT.encode(),
+            "query_string": b"",
+            "http_version": "1.1",
+        }
         headers = [(b"content-type", b"application/json"), (b"content-length", b"300000000")]
         await client.app({**scope, "headers": headers}, receive, send)
         return answer
@@ -282,7 +335,11 @@ class TestWebSocket:
 
     @pytest.mark.parametrize(
         ("data", "text"),
-        [(b"\xc1", "not a msgpack"), (pack([1]), "is a list"), (pack({"observation.state": np.zeros(3)}), "lacks 'observation.image'")],
+        [
+            (b"\xc1", "not a msgpack"),
+            (pack([1]), "is a list"),
+            (pack({"observation.state": np.zeros(3)}), "lacks 'observation.image'"),
+        ],
     )
     def test_a_bad_observation_gets_a_text_frame_and_the_connection_stays(self, client, data, text):
         with client.websocket_connect("/") as socket:
@@ -306,18 +363,27 @@ class TestWebSocket:
         with client.websocket_connect("/") as socket:
             socket.receive_bytes()
             socket.send_bytes(pack({"observation": observation(), "seed": 3, "step": 8}))
-            np.testing.assert_array_equal(unpack(socket.receive_bytes())["action"], expected_action(np.ones((2, 3)), 3, 8))
+            np.testing.assert_array_equal(
+                unpack(socket.receive_bytes())["action"], expected_action(np.ones((2, 3)), 3, 8)
+            )
             socket.send_bytes(pack({"observation": {}}))
             assert unpack(socket.receive_bytes())["status"] == 422
 
     def test_a_single_step_is_taken_where_the_contract_has_one(self):
-        with service_of(FakeRunner(SMALL_CONTRACT)) as service, TestClient(build_app(service)) as client, client.websocket_connect("/") as socket:
+        with (
+            service_of(FakeRunner(SMALL_CONTRACT)) as service,
+            TestClient(build_app(service)) as client,
+            client.websocket_connect("/") as socket,
+        ):
             socket.receive_bytes()
             socket.send_bytes(pack({"observation.state": np.ones(3)}))
             assert unpack(socket.receive_bytes())["actions"].shape == (4, 2)
 
     def test_a_foreign_web_page_may_not_connect(self, client):
-        with pytest.raises(WebSocketDisconnect), client.websocket_connect("/", headers={"origin": "https://evil.example"}):
+        with (
+            pytest.raises(WebSocketDisconnect),
+            client.websocket_connect("/", headers={"origin": "https://evil.example"}),
+        ):
             pass
         with client.websocket_connect("/", headers={"origin": "http://testserver"}) as socket:
             assert socket.receive_bytes()

@@ -15,7 +15,9 @@ def row(value: float) -> dict[str, np.ndarray]:
 
 
 async def act_all(batcher, values):
-    return await asyncio.gather(*(batcher.act(row(v), seed=i, step=i) for i, v in enumerate(values)), return_exceptions=True)
+    return await asyncio.gather(
+        *(batcher.act(row(v), seed=i, step=i) for i, v in enumerate(values)), return_exceptions=True
+    )
 
 
 @pytest.fixture
@@ -115,7 +117,11 @@ def test_a_row_whose_caller_gave_up_costs_no_call(runner, batcher):
 
 @pytest.mark.parametrize(
     ("action", "message"),
-    [(np.full((1, 4, 2), np.nan), "not finite"), (np.zeros((1, 3, 2)), "contract says"), (np.zeros((4, 2)), "contract says")],
+    [
+        (np.full((1, 4, 2), np.nan), "not finite"),
+        (np.zeros((1, 3, 2)), "contract says"),
+        (np.zeros((4, 2)), "contract says"),
+    ],
 )
 def test_actions_that_are_not_finite_or_of_a_wrong_shape_never_leave(runner, batcher, action, message):
     runner.act = lambda observation, seeds, steps: ActionChunk(action, "x")

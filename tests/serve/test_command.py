@@ -33,7 +33,10 @@ ROOT = Path(__file__).parents[2]
 def bundle(tmp_path_factory):
     """A bundle of the "random" policy."""
     rng = np.random.default_rng(0)
-    columns = {"observation.state": rng.normal(size=(10, 3)).astype(np.float32), "action": rng.normal(size=(10, 2)).astype(np.float32)}
+    columns = {
+        "observation.state": rng.normal(size=(10, 3)).astype(np.float32),
+        "action": rng.normal(size=(10, 2)).astype(np.float32),
+    }
     normalizer = Normalizer.fit({"all": columns}, {**SMALL_CONTRACT.observation, "action": SMALL_CONTRACT.action}, {})
     folder = tmp_path_factory.mktemp("bundle") / "random"
     return write_bundle(folder, policy={"name": "random"}, contract=SMALL_CONTRACT, normalizer=normalizer, params={})
@@ -57,9 +60,12 @@ def test_a_port_in_use_is_refused(bundle):
 
 def test_a_port_that_another_serve_is_about_to_use_is_refused():
     (port,) = free_ports(1)
-    with preflight.hold_port(port):
-        with pytest.raises(BusyError, match="another `rlsvc serve`"), preflight.hold_port(port):
-            pass
+    with (
+        preflight.hold_port(port),
+        pytest.raises(BusyError, match="another `rlsvc serve`"),
+        preflight.hold_port(port),
+    ):
+        pass
     with preflight.hold_port(port):
         pass
 
@@ -79,7 +85,16 @@ def test_what_is_not_a_bundle_is_refused(tmp_path, bundle):
 
 
 @pytest.mark.parametrize(
-    "options", [{"batch_size": 0}, {"batch_size": 5000}, {"max_body_mb": 17}, {"deadline_s": 0.0}, {"batch_wait_ms": -1.0}, {"port": 0}, {"port": 70000}]
+    "options",
+    [
+        {"batch_size": 0},
+        {"batch_size": 5000},
+        {"max_body_mb": 17},
+        {"deadline_s": 0.0},
+        {"batch_wait_ms": -1.0},
+        {"port": 0},
+        {"port": 70000},
+    ],
 )
 def test_options_out_of_range_are_refused(bundle, options):
     with pytest.raises(UserError, match="expected"):
@@ -94,7 +109,7 @@ def test_options_out_of_range_are_refused(bundle, options):
         ((2, 0.5, 1.0), (2, 1), "hold 1 such replicas"),
         ((3, 0.1, 0.4), (2, 1), "hold 2 such replicas"),
         ((1, 1.0, 1.5), (2, 2), "whole cards"),
-        ((0, 1.0, 0.0), (2, 0), "at least one replica"),
+        ((0, 1.0, 0.0), (2, 0), "1 replica or more"),
         ((1, -1.0, 0.0), (2, 0), "no negative share"),
     ],
 )
@@ -103,7 +118,10 @@ def test_resources_that_are_not_there_are_refused_at_once(ask, have, text):
         preflight.check_resources(*ask, have_cpus=have[0], have_gpus=have[1])
 
 
-@pytest.mark.parametrize(("ask", "have"), [((2, 1.0, 0.0), (2, 0)), ((4, 0.5, 0.5), (2, 2)), ((3, 0.1, 1 / 3), (2, 1)), ((1, 0.0, 2.0), (1, 2))])
+@pytest.mark.parametrize(
+    ("ask", "have"),
+    [((2, 1.0, 0.0), (2, 0)), ((4, 0.5, 0.5), (2, 2)), ((3, 0.1, 1 / 3), (2, 1)), ((1, 0.0, 2.0), (1, 2))],
+)
 def test_resources_that_fit_are_taken(ask, have):
     preflight.check_resources(*ask, have_cpus=have[0], have_gpus=have[1])
 
@@ -118,7 +136,9 @@ def test_haproxys_own_ports_are_fenced_to_loopback(tmp_path):
     config = tmp_path / "haproxy.cfg"
     config.write_text("global\nfrontend prometheus\n    bind :9101\nlisten stats\n  bind *:8404\n  stats enable\n")
     # -c: HAProxy checks the configuration, which the wrapper has rewritten, and ends.
-    subprocess.run([environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(config)], check=False, capture_output=True)
+    subprocess.run(
+        [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(config)], check=False, capture_output=True
+    )
     binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
     assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8404"]
 
@@ -133,7 +153,9 @@ def test_query_prints_actions_and_latency(tmp_path, capsys):
         window = observation(2.0)
         np.savez(tmp_path / "window.npz", **window)
         (tmp_path / "window.json").write_text(
-            json.dumps({key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in window.items()})
+            json.dumps(
+                {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in window.items()}
+            )
         )
         for name in ("window.npz", "window.json"):
             query(url, observation=tmp_path / name, transport="http")
@@ -177,7 +199,9 @@ def test_query_says_when_nothing_answers():
 
 
 def rlsvc(*arguments, **options):
-    return subprocess.run([sys.executable, "-m", "rlsvc.cli", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "rlsvc.cli", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60, **options
+    )
 
 
 @pytest.mark.ray
@@ -187,7 +211,9 @@ def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_pa
     url = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "rlsvc.cli", "serve", str(bundle), "--port", str(port), "--batch-size", "4"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
+    )
     started = []
     try:
         assert read_until(process, "Ctrl-C", seconds=180), process.poll()

@@ -1,11 +1,7 @@
-"""A policy on a real Ray Serve: openpi's own client, batching, limits, and what happens when a replica dies or stops."""
+"""A policy on a real Ray Serve: openpi's own client, batching, limits, and a replica that dies or stops."""
 
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -22,13 +18,10 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from serving_fakes import SMALL_CONTRACT, FakeRunner, expected_action
 
 from rlsvc.client import ClientOptions, PolicyClient
-from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.wire import pack, unpack
-from rlsvc.data.normalize import Normalizer
 from rlsvc.serve.deploy import APP, Deployment, StartError, start
 from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.service import ServeSettings
-from rlsvc.store.bundle import write_bundle
 
 ROOT = Path(__file__).parents[2]
 STATE = {"observation.state": np.array([1, 2, 3], np.float32)}
@@ -56,7 +49,9 @@ def openpi(url: str) -> WebsocketClientPolicy:
 
 def replica_of(url: str) -> psutil.Process:
     """The process of the one replica of "fake" on this machine."""
-    found = [p for p in psutil.process_iter(["cmdline"]) if "ServeReplica:rlsvc:fake" in " ".join(p.info["cmdline"] or [])]
+    found = [
+        p for p in psutil.process_iter(["cmdline"]) if "ServeReplica:rlsvc:fake" in " ".join(p.info["cmdline"] or [])
+    ]
     assert len(found) == 1, found
     return found[0]
 
@@ -162,6 +157,7 @@ def test_a_killed_replica_costs_a_client_time_and_no_failure(served):
                 np.testing.assert_array_equal(reply.action, expected_action(STATE["observation.state"], 1, step))
                 if stop.is_set():
                     return step
+        raise AssertionError("the replica was never killed")
 
     stop = threading.Event()
     before = replica_of(served).pid
