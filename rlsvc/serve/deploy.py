@@ -121,6 +121,7 @@ def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
         What Ray says about itself.
 
     Raises:
+        StartError: Ray did not start.
         UserError: the cluster lacks what the replicas ask for.
     """
     address = os.environ.get("RAY_ADDRESS")
@@ -133,12 +134,16 @@ def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
     try:
         import ray
 
-        context = ray.init(
-            address=address,
-            include_dashboard=None if address else False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+        try:
+            context = ray.init(
+                # Without "local" Ray would join whatever `ray start` last began on this machine.
+                address=address or "local",
+                include_dashboard=None if address else False,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+        except Exception as error:  # Ray raises Exception itself when a part of it does not come up in time
+            raise StartError(f"Ray did not start: {error}") from error
         have = ray.cluster_resources()
         check_resources(*ask, have_cpus=have.get("CPU", 0.0), have_gpus=have.get("GPU", 0.0))
         yield dict(context.address_info)

@@ -18,6 +18,7 @@ import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from serving_fakes import SMALL_CONTRACT, FakeRunner, observation, serving
 
+from rlsvc.client import ClientOptions, PolicyClient
 from rlsvc.commands.query import query
 from rlsvc.commands.serve import serve
 from rlsvc.core.errors import BundleError, BusyError, NotFoundError, UserError
@@ -236,6 +237,13 @@ def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_pa
             if connection.status == psutil.CONN_LISTEN
         }
         assert listening == {"127.0.0.1"}
+        with PolicyClient(url, options=ClientOptions(timeout_s=90.0, retries=100)) as client:
+            before = client.act({"observation.state": np.zeros(3)}, seed=1, step=2)
+            (replica,) = [child for child in started if "ServeReplica" in " ".join(child.cmdline())]
+            replica.kill()
+            after = client.act({"observation.state": np.zeros(3)}, seed=1, step=2)
+            np.testing.assert_array_equal(after.action, before.action)
+        started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         assert process.wait(40) == 0
     finally:
