@@ -27,6 +27,8 @@ from rlsvc.core.errors import BusyError, UserError, unknown_name
 
 MAX_PACKAGE_BYTES = 100 * 2**20
 """Ray's dashboard takes no larger request (DASHBOARD_CLIENT_MAX_SIZE)."""
+STARTING_S = 60.0
+"""How long a cluster's dashboard may answer before it can run jobs."""
 TERMINAL = ("SUCCEEDED", "FAILED", "STOPPED")
 DIGEST = "rlsvc.digest"
 
@@ -228,6 +230,10 @@ class JobsClient:
             "metadata": {DIGEST: digest},
         }
         response = self._request("POST", "/api/jobs/", allow=(400, 500), json=body)
+        deadline = time.monotonic() + STARTING_S
+        while "No available agent" in response.text and time.monotonic() < deadline:  # the cluster is still starting
+            time.sleep(1.0)
+            response = self._request("POST", "/api/jobs/", allow=(400, 500), json=body)
         if response.status_code == 200:
             return True
         if "already exists" in response.text and self._known(name, digest):  # submitted by another in between
@@ -288,10 +294,12 @@ class JobsClient:
         while True:
             seen = 0
             try:
-                # Pings every 20 s end a connection to a peer that is gone.
+                # Pings every 20 s end a connection to a peer that is gone. No compression: Ray's proxy hands the offer
+                # on to the server behind it, and then drops every message.
                 with connect(
-                    uri, additional_headers=self._headers, max_size=None, open_timeout=10, proxy=None
-                ) as socket:
+                    uri, additional_headers=self._headers, max_size=None, open_timeout=10, close_timeout=2, proxy=None,
+                    compression=None,
+                ) as socket:  # fmt: skip
                     for message in socket:
                         text = message if isinstance(message, str) else message.decode(errors="replace")
                         seen += len(text)

@@ -276,7 +276,7 @@ def test_a_job_that_fails_hands_on_its_exit_code_and_one_that_runs_is_stopped(he
     result = submit(head, "--working-dir", str(waiting), "--name", "wait", "--no-follow", "--", "doctor")
     assert result.exit_code == 0
     with JobsClient(head, TOKEN) as client:
-        assert next(client.follow("wait")).startswith("waiting")  # while it runs
+        assert any("waiting" in text for text in client.follow("wait"))  # while it runs
     runner = CliRunner(env={"RAY_AUTH_TOKEN": TOKEN})
     assert "STOPPED" in runner.invoke(APP, ["jobs", "stop", "wait", "--address", head]).output
     assert runner.invoke(APP, ["jobs", "status", "wait", "--address", head]).exit_code == 130
