@@ -26,7 +26,7 @@ from rlsvc.client.protocol import (
 )
 from rlsvc.client.websocket import AsyncWebSocketLink, WebSocketLink
 from rlsvc.core.contract import Contract
-from rlsvc.core.errors import unknown_name
+from rlsvc.core.errors import UserError, unknown_name
 
 
 class PolicyClient:
@@ -118,19 +118,28 @@ class PolicyClient:
         while True:
             try:
                 if not self._link.connected:
-                    served = self._link.open(deadline)
-                    check_served(self._served, served, self._policy)
-                    self._served = served
-                return None if data is None else decode_reply(self._link.request(data, deadline), self.contract)
+                    self._open(deadline)
+                if data is None:
+                    return None
+                reply = decode_reply(self._link.request(data, deadline), self.contract)
+                if reply.version != self.version:  # another one is served since: it must see and do the same
+                    self._link.close()
+                    self._open(deadline)
+                return reply
             except PolicyUnavailableError:
                 pause = next(waits, None)
                 if pause is None or pause >= deadline.left():
                     raise
                 time.sleep(pause)
-            except BaseException:
-                if self._served is None:
-                    self._link.close()
-                raise
+
+    def _open(self, deadline: Deadline) -> None:
+        served = self._link.open(deadline)
+        try:
+            check_served(self._served, served, self._policy)
+        except UserError:
+            self._link.close()
+            raise
+        self._served = served
 
 
 class AsyncPolicyClient:
@@ -198,21 +207,28 @@ class AsyncPolicyClient:
             while True:
                 try:
                     if not self._link.connected:
-                        served = await self._link.open(deadline)
-                        check_served(self._served, served, self._policy)
-                        self._served = served
-                    return (
-                        None if data is None else decode_reply(await self._link.request(data, deadline), self.contract)
-                    )
+                        await self._open(deadline)
+                    if data is None:
+                        return None
+                    reply = decode_reply(await self._link.request(data, deadline), self.contract)
+                    if reply.version != self.version:
+                        await self._link.close()
+                        await self._open(deadline)
+                    return reply
                 except PolicyUnavailableError:
                     pause = next(waits, None)
                     if pause is None or pause >= deadline.left():
                         raise
                     await asyncio.sleep(pause)
-                except BaseException:
-                    if self._served is None:
-                        await self._link.close()
-                    raise
+
+    async def _open(self, deadline: Deadline) -> None:
+        served = await self._link.open(deadline)
+        try:
+            check_served(self._served, served, self._policy)
+        except UserError:
+            await self._link.close()
+            raise
+        self._served = served
 
 
 def _known(served: Served | None) -> Served:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -155,16 +156,27 @@ def test_a_server_that_restarts_is_asked_again_and_answers_the_same(make_client,
                 start.join()
 
 
-def test_a_contract_that_changed_over_a_restart_is_refused(make_client, free_port):
+def test_a_contract_that_changed_over_a_restart_is_refused_even_where_the_shapes_fit(make_client, transport, free_port):
+    other = dataclasses.replace(CONTRACT, action=dataclasses.replace(CONTRACT.action, unit="m"))
     with contextlib.ExitStack() as first:
         url = first.enter_context(serving(FakeRunner(), port=free_port))
-        with make_client(url) as client:
+        with make_client(url, transport=transport) as client:
             first.close()
             with (
-                serving(FakeRunner(SMALL_CONTRACT), port=free_port),
+                serving(FakeRunner(other, version="fake-2"), port=free_port),
                 pytest.raises(ContractError, match="changed its contract"),
             ):
                 client.act(observation())
+
+
+def test_a_new_version_of_the_same_contract_is_taken(make_client, transport, free_port):
+    with contextlib.ExitStack() as first:
+        url = first.enter_context(serving(FakeRunner(), port=free_port))
+        with make_client(url, transport=transport) as client:
+            first.close()
+            with serving(FakeRunner(version="fake-2"), port=free_port):
+                assert client.act(observation()).version == "fake-2"
+                assert client.version == "fake-2"
 
 
 def test_a_dead_link_raises_and_never_repeats_an_action(make_client, transport):
