@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -46,13 +47,23 @@ def import_(
     refuse_in_the_way(destination, overwrite)
     opened = open_source(source, _known_format(format), fps)
     _show_what_does_not_fit(opened)
-    spec = DatasetSpec(path=str(source), episodes=None if episodes is None else parse_episodes(episodes))
+    numbers = None if episodes is None else parse_episodes(episodes)
+    spec = DatasetSpec.model_validate({"path": str(source), "format": format, "episodes": numbers})
     table = load_source(opened, spec)
     if task is not None:
         table.tasks = [prompt or task for prompt in table.tasks]
     # SVT-AV1 prints its whole configuration for each video otherwise.
     os.environ.setdefault("SVT_LOG", "1")
-    write_lerobot(table, destination, images=images, robot_type=robot, overwrite=overwrite)  # type: ignore[arg-type]
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
+        bar = progress.add_task("episodes", total=table.num_episodes)
+        write_lerobot(
+            table,
+            destination,
+            images="video" if images == "video" else "image",
+            robot_type=robot,
+            overwrite=overwrite,
+            on_episode=lambda done: progress.update(bar, completed=done),
+        )
     console.print(
         Text(f"{destination}: LeRobot v3.0, {table.num_episodes} episodes, {table.num_steps} steps, {table.fps:g} Hz"),
         soft_wrap=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ def write_lerobot(
     images: Literal["video", "image"] = "video",
     robot_type: str | None = None,
     overwrite: bool = False,
+    on_episode: Callable[[int], None] | None = None,
 ) -> Path:
     """Write every column of a table; the folder appears whole or not at all.
 
@@ -29,6 +31,7 @@ def write_lerobot(
         images: "video" encodes images as mp4 (small, lossy); "image" keeps them exactly, as PNG in the parquet files.
         robot_type: for meta/info.json.
         overwrite: replaces a LeRobot dataset that is already there; anything else there is never touched.
+        on_episode: called with the number of episodes written so far.
 
     Raises:
         DatasetError: something is in the way, the table is empty, or the disk is full.
@@ -40,7 +43,7 @@ def write_lerobot(
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _write(table, temporary, images, robot_type)
+        _write(table, temporary, images, robot_type, on_episode)
         _replace(temporary, path)
     except OSError as error:
         raise DatasetError(
@@ -69,8 +72,15 @@ def refuse_in_the_way(path: Path, overwrite: bool) -> None:
         )
 
 
-def _write(table: EpisodeTable, root: Path, images: str, robot_type: str | None) -> None:
+def _write(
+    table: EpisodeTable, root: Path, images: str, robot_type: str | None, on_episode: Callable[[int], None] | None
+) -> None:
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    # Otherwise each episode with images shows a progress bar of its own.
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
 
     features = {key: _declare(table, key, column, images) for key, column in table.columns.items()}
     dataset = LeRobotDataset.create(
@@ -84,13 +94,17 @@ def _write(table: EpisodeTable, root: Path, images: str, robot_type: str | None)
         metadata_buffer_size=100,
     )
     try:
-        for start, end in zip(table.episode_starts, table.episode_ends, strict=True):
+        for episode, (start, end) in enumerate(zip(table.episode_starts, table.episode_ends, strict=True), 1):
             for step in range(start, end):
                 frame: dict[str, Any] = {key: _cell(column, step) for key, column in table.columns.items()}
                 dataset.add_frame({**frame, "task": table.tasks[table.task[step]]})
             dataset.save_episode()
+            if on_episode is not None:
+                on_episode(episode)
     finally:
         dataset.finalize()
+        if shown:
+            enable_progress_bars()
 
 
 def _declare(table: EpisodeTable, key: str, column: np.ndarray, images: str) -> dict[str, Any]:
