@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError, unknown_name
 from rlsvc.spec.env import PushTSpec
 
 
-class ContractEnv(Protocol):
-    """A gymnasium environment that states its contract."""
-
-    def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
-        """What it gives and takes."""
-        ...
+ENVIRONMENTS = {"pusht": PushTSpec}
 
 
 def make_env(spec: PushTSpec):  # noqa: ANN201
@@ -31,4 +23,4 @@ def make_env(spec: PushTSpec):  # noqa: ANN201
             return PushT(spec)
     except ImportError as error:
         raise UserError(f"environment '{spec.name}' needs a package that is not installed ({error}); install rlsvc[sim]") from error
-    raise unknown_name("environment", spec.name, ["pusht"])
+    raise unknown_name("environment", spec.name, ENVIRONMENTS)

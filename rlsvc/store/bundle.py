@@ -131,7 +131,9 @@ def read_bundle(path: str | Path) -> Bundle:
         raise BundleError(f"{path / META}: the manifest does not name {PARAMS}")
     contents = {name: _read_verified(path, name, entry) for name, entry in manifest.items()}
     if _id(meta) != stated_id:
-        raise BundleError(f"{path / META}: its contents do not give its id {stated_id[:12]}; it was changed after it was written")
+        raise BundleError(
+            f"{path / META}: its contents do not give its id {stated_id[:12]}; it was changed after it was written"
+        )
     try:
         params = load(contents[PARAMS])
     except (SafetensorError, ValueError, KeyError) as error:
@@ -170,7 +172,9 @@ def _read_verified(path: Path, name: str, entry: Any) -> bytes:
         raise BundleError(f"{file}: not a plain file")
     data = file.read_bytes()
     if not isinstance(entry, dict) or hashlib.sha256(data).hexdigest() != entry.get("sha256"):
-        raise BundleError(f"{file}: its sha256 is not the manifest's; the file was changed or damaged. Copy the bundle again.")
+        raise BundleError(
+            f"{file}: its sha256 is not the manifest's; the file was changed or damaged. Copy the bundle again."
+        )
     return data
 
 

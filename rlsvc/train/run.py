@@ -28,7 +28,7 @@ from rlsvc.train.group import LocalGroup, RayGroup
 from rlsvc.train.inference import LocalInference, RayInference
 from rlsvc.train.orchestrator import LearnerGroup, Orchestrator, Order
 from rlsvc.train.plots import write_learning_curve
-from rlsvc.train.workers import InProcess, Processes, RayWorkers, Workers
+from rlsvc.train.workers import Workers, make_workers
 
 log = logging.getLogger(__name__)
 OnMetrics = Callable[[int, dict[str, float]], None]
@@ -219,14 +219,8 @@ class Evaluator:
 
     def _start(self, n_obs_steps: int) -> Workers:
         if self._workers is None:
-            env, count = self.spec.env, self.spec.evaluation.workers
-            assert env is not None
-            if not self.local:
-                self._workers = RayWorkers(env, n_obs_steps, count)
-            elif count > 1:
-                self._workers = Processes(env, n_obs_steps, count)
-            else:
-                self._workers = InProcess(env, n_obs_steps)
+            assert self.spec.env is not None
+            self._workers = make_workers(self.spec.env, n_obs_steps, self.spec.evaluation.workers, self.local)
         return self._workers
 
     def close(self) -> None:

@@ -217,3 +217,10 @@ class RayWorkers:
 
         for actor in self._actors:
             ray.kill(actor)
+
+
+def make_workers(spec: PushTSpec, n_obs_steps: int, count: int, local: bool) -> Workers:
+    """Ray actors; without Ray this process, or `count` processes."""
+    if not local:
+        return RayWorkers(spec, n_obs_steps, count)
+    return Processes(spec, n_obs_steps, count) if count > 1 else InProcess(spec, n_obs_steps)

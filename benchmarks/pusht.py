@@ -1,0 +1,101 @@
+"""PushT from the 206 human demonstrations: train on one GPU, then 500 episodes on seeds that training never saw.
+
+    python benchmarks/pusht.py state
+    python benchmarks/pusht.py image --dataset data/pusht/pusht_cchi_v7_replay.zarr
+
+Scored as Diffusion Policy does: per episode the maximum of clip(coverage / 0.95, 0, 1) over at most 300 steps; success is coverage >= 0.95.
+The weights that are scored are those at the end of training, not the best of several evaluations. `--budget-minutes` ends a call early with a
+checkpoint; the same command with `--resume` goes on, and the minutes add up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from pathlib import Path
+
+from common import write_result
+
+from rlsvc.spec.compose import compose
+from rlsvc.spec.env import PushTSpec
+from rlsvc.train.evaluate import Evaluation
+from rlsvc.train.run import run_dir, train
+from rlsvc.train.standalone import evaluate_bundle, write_scores
+
+FIRST_SEED = 1_000_000
+PACKAGES = ("rlsvc", "jax", "flax", "gym-pusht", "pymunk")
+PAPER = {"state": 0.91, "image": 0.84}
+"""Diffusion Policy, CNN: mean over the last ten checkpoints (arXiv:2303.04137, table 1 and 2)."""
+
+
+def main() -> None:
+    """Train, score, store."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["state", "image"])
+    parser.add_argument("overrides", nargs="*", help="of the RunSpec")
+    parser.add_argument("--dataset", help="path of the demonstrations; the experiment's own when left out")
+    parser.add_argument("--episodes", type=int, default=500)
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--few-steps", type=int, default=4, help="denoising steps of the second evaluation")
+    parser.add_argument("--budget-minutes", type=float, default=60.0)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--output", type=Path, default=None, help="folder for scores and plots")
+    args = parser.parse_args()
+    experiment = {"state": "pusht_diffusion", "image": "pusht_image_diffusion"}[args.kind]
+    words = [f"experiment={experiment}", "tracking.trackers=[]", "evaluation.interval=null", "evaluation.videos=false",
+             "evaluation.episodes=50", "evaluation.parallel=50", f"evaluation.workers={args.workers}"]  # fmt: skip
+    if args.dataset:
+        words.append(f"data.datasets=[{{path: {args.dataset}}}]")
+    spec = compose([*words, *args.overrides]).replace(resume=args.resume)
+    folder = run_dir(spec)
+    clock = folder / "minutes.json"
+    before = json.loads(clock.read_text()) if args.resume else 0.0
+
+    stop = threading.Event()
+    timer = threading.Timer(args.budget_minutes * 60, stop.set)
+    timer.daemon = True
+    timer.start()
+    started = time.monotonic()
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        print(f"{time.monotonic() - started:6.1f} s  step {step}  " + "  ".join(f"{k} {v:.5g}" for k, v in metrics.items()), flush=True)  # noqa: T201
+
+    result = train(spec, local=True, on_metrics=report, stop=stop)
+    timer.cancel()
+    minutes = before + (time.monotonic() - started) / 60
+    clock.write_text(json.dumps(minutes))
+    if result.interrupted:
+        print(f"stopped at step {result.step} after {minutes:.1f} min; go on with --resume")  # noqa: T201
+        return
+    bundle = folder / "bundles" / str(result.step)
+    env = PushTSpec(observation="pixels" if args.kind == "image" else "keypoints")
+    runs: dict[int, Evaluation] = {}
+    for steps in (spec.policy.sample_steps, args.few_steps):
+        begin = time.monotonic()
+        runs[steps] = evaluate_bundle(str(bundle), env, episodes=args.episodes, first_seed=FIRST_SEED, workers=args.workers,
+                                      parallel=args.episodes, sample_steps=steps, local=True)  # fmt: skip
+        overlap, success = runs[steps].interval("max_reward"), runs[steps].interval("success")
+        print(  # noqa: T201
+            f"{args.kind}, {steps} denoising steps, {args.episodes} seeds from {FIRST_SEED}: mean max overlap {overlap.mean:.4f} "
+            f"[{overlap.low:.4f}, {overlap.high:.4f}], success {100 * success.mean:.1f} % [{100 * success.low:.1f}, {100 * success.high:.1f}]; "
+            f"training {minutes:.1f} min, {result.step} updates; evaluation {time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
+        if args.output:
+            args.output.mkdir(parents=True, exist_ok=True)
+            write_scores(runs[steps], args.output / f"pusht_{args.kind}_{steps}_steps.json")
+    seeds = [spec.seed]
+    peer = "Diffusion Policy, CNN, last ten checkpoints (published)"
+    for steps, suffix in ((spec.policy.sample_steps, ""), (args.few_steps, "_few_steps")):
+        overlap, success = runs[steps].interval("max_reward"), runs[steps].interval("success")
+        common = {"gpu": True, "packages": PACKAGES, "seeds": seeds}
+        write_result(f"pusht_{args.kind}_overlap{suffix}", overlap.mean, "mean max overlap", low=overlap.low, high=overlap.high, peer=peer,
+                     peer_value=PAPER[args.kind], ratio=overlap.mean / PAPER[args.kind], **common)  # fmt: skip
+        write_result(f"pusht_{args.kind}_success{suffix}", 100 * success.mean, "percent", low=100 * success.low, high=100 * success.high, **common)
+    write_result(f"pusht_{args.kind}_train_minutes", minutes, "minutes", gpu=True, packages=PACKAGES, seeds=seeds)
+
+
+if __name__ == "__main__":
+    main()

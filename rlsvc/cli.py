@@ -1,0 +1,50 @@
+"""The `rlsvc` command. Bad input is answered by one clear message and exit code 2."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from rlsvc import __version__
+from rlsvc.commands import dataset, doctor, jobs, policies, query, serve, sweep, train
+from rlsvc.core.errors import UserError
+
+USER_ERROR = 2
+app = typer.Typer(
+    help="Train, sweep and serve robot policies on a Ray cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (train.train, train.evaluate, sweep.sweep, serve.serve, query.query, doctor.doctor):
+    app.command()(command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(jobs.submit)
+app.add_typer(jobs.app, name="jobs")
+app.add_typer(dataset.app, name="dataset")
+app.add_typer(policies.app, name="policies")
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: bool = typer.Option(False, "--version", help="Print the version and end.")) -> None:
+    if version:
+        Console().print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    errors = Console(stderr=True)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)])
+    try:
+        app()
+    except UserError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

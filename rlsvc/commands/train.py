@@ -1,0 +1,148 @@
+"""`rlsvc train` and `rlsvc evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rlsvc.core.errors import UserError, unknown_name
+
+INTERRUPTED = 130
+
+
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="experiment=NAME or a YAML file, then key=value, such as algo.learning_rate=3e-4."),
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="One process, without Ray.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in its folder first; asks.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    cfg: Annotated[bool, typer.Option("--cfg", help="Print the resolved specification and end.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write a JAX profiler trace to this folder (with --local).")
+    ] = None,
+) -> None:
+    """Train a policy from demonstrations, evaluate it, register its bundle."""
+    from rlsvc.spec.compose import compose, to_yaml
+
+    spec = compose(words or [])
+    if resume or overwrite:
+        spec = spec.replace(resume=resume or spec.resume, overwrite=overwrite or spec.overwrite)
+    console = Console()
+    if cfg:
+        console.print(to_yaml(spec), markup=False, highlight=False, end="", soft_wrap=True)
+        return
+    if profile is not None and not local:
+        raise UserError("--profile: traces this process; add --local")
+    _ask_before_deleting(Path(spec.root) / spec.project / spec.name, spec.overwrite, yes)
+
+    from rlsvc.train.run import train as run_training
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting", total=spec.total_steps)
+
+        def show(step: int, metrics: dict[str, float]) -> None:
+            loss = metrics.get("train/loss")
+            progress.update(task, completed=step, **({} if loss is None else {"description": f"loss {loss:.4f}"}))
+            if "eval/max_reward" in metrics:
+                low, high = (
+                    metrics.get("eval/max_reward_low", float("nan")),
+                    metrics.get("eval/max_reward_high", float("nan")),
+                )
+                progress.console.print(
+                    f"step {step}: max reward {metrics['eval/max_reward']:.3f} [{low:.3f}, {high:.3f}], success "
+                    f"{100 * metrics['eval/success']:.0f} % of {metrics['eval/episodes']:.0f} episodes",
+                    highlight=False,
+                    markup=False,
+                )
+
+        result = run_training(spec, local=local, on_metrics=show, profile=profile)
+    rows = {
+        "run": result.run_dir,
+        "bundle": result.bundle,
+        "registered as": result.registered,
+        "learning curve": result.plot,
+    }
+    rows |= {f"video, {name}": path for name, path in result.videos.items()}
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, str(value), style="default")
+    console.print(table)
+    if result.interrupted:
+        console.print(f"Stopped at step {result.step}. Go on with the same command and --resume.")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _ask_before_deleting(folder: Path, overwrite: bool, yes: bool) -> None:
+    if (
+        overwrite
+        and not yes
+        and (folder / "spec.yaml").exists()
+        and not typer.confirm(f"Delete {folder} and all that it holds?")
+    ):
+        raise typer.Exit(1)
+
+
+def evaluate(
+    bundle: Annotated[
+        str, typer.Argument(help="Folder of a policy bundle, models:/name@alias, or the baseline: random.")
+    ],
+    env: Annotated[str, typer.Option(help="Environment.")] = "pusht",
+    observation: Annotated[
+        str, typer.Option(help="What the environment shows: keypoints, pixels or state.")
+    ] = "keypoints",
+    episodes: Annotated[int, typer.Option(help="Episodes, one seed each.")] = 50,
+    first_seed: Annotated[int, typer.Option(help="Episode i uses first_seed + i.")] = 100_000,
+    workers: Annotated[int, typer.Option(help="Rollout workers; the result does not depend on it.")] = 1,
+    parallel: Annotated[int, typer.Option(help="Episodes side by side over all workers.")] = 50,
+    sample_steps: Annotated[int | None, typer.Option(help="Denoising steps; the policy's own when left out.")] = None,
+    videos: Annotated[
+        Path | None, typer.Option(help="Write videos of the best, median and worst episode here.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write every episode's scores here, as JSON.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Without Ray.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
+    root: Annotated[str, typer.Option(help="Where runs and the model registry live.")] = "runs",
+) -> None:
+    """Evaluate a policy on episodes, with 95 % confidence intervals."""
+    from rlsvc.envs.make import ENVIRONMENTS
+    from rlsvc.spec.compose import validate
+
+    if env not in ENVIRONMENTS:
+        raise unknown_name("environment", env, ENVIRONMENTS)
+    env_spec = validate(ENVIRONMENTS[env], {"name": env, "observation": observation})
+
+    from rlsvc.train.standalone import evaluate_bundle, write_scores
+
+    evaluation = evaluate_bundle(
+        bundle, env_spec, episodes=episodes, first_seed=first_seed, workers=workers, parallel=parallel, sample_steps=sample_steps,
+        local=local, device=device, root=root,
+    )  # fmt: skip
+    table = Table("metric", "mean", "95 % interval", title=f"{bundle}, {episodes} episodes")
+    for metric in ("max_reward", "success", "return", "length"):
+        interval = evaluation.interval(metric)
+        table.add_row(metric, f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}")
+    console = Console()
+    console.print(table)
+    if output is not None:
+        console.print(f"scores: {write_scores(evaluation, output)}")
+    if videos is not None:
+        from rlsvc.train.evaluate import write_video
+
+        for name, episode in evaluation.extremes("max_reward").items():
+            console.print(f"video, {name}: {write_video(episode, env_spec, videos / f'{name}_seed{episode.seed}.mp4')}")
