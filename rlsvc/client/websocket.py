@@ -110,6 +110,8 @@ class WebSocketLink:
         try:
             connection = socket.create_connection((uri.host, uri.port), timeout=deadline.remaining())
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Room for a few images, so that sending them is one system call and not a dialogue with the server.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
             if uri.secure:
                 connection = ssl.create_default_context().wrap_socket(connection, server_hostname=uri.host)
         except TimeoutError:

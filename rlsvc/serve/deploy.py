@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -126,12 +125,11 @@ def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
     """
     address = os.environ.get("RAY_ADDRESS")
     ask = (deployment.replicas, deployment.cpus, deployment.gpus)
-    folder: Path | None = None
-    if address is None:
-        check_resources(*ask, have_cpus=local_cpus(), have_gpus=local_gpus())
-        folder = Path(tempfile.mkdtemp(prefix="rlsvc-serve-"))
-        os.environ.update(haproxy_environment(folder))
-    try:
+    with contextlib.ExitStack() as stack:
+        if address is None:
+            check_resources(*ask, have_cpus=local_cpus(), have_gpus=local_gpus())
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlsvc-serve-", ignore_cleanup_errors=True))
+            stack.enter_context(_environment(haproxy_environment(Path(folder))))
         import ray
 
         try:
@@ -144,24 +142,31 @@ def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
             )
         except Exception as error:  # Ray raises Exception itself when a part of it does not come up in time
             raise StartError(f"Ray did not start: {error}") from error
+        stack.callback(ray.shutdown)
+        stack.callback(_stop, ours=address is None)
         have = ray.cluster_resources()
         check_resources(*ask, have_cpus=have.get("CPU", 0.0), have_gpus=have.get("GPU", 0.0))
         yield dict(context.address_info)
-    finally:
-        import ray
 
-        _stop(ours=address is None)
-        ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set these variables for the block: what Ray starts inherits them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _stop(*, ours: bool) -> None:
     """End the application: a Ray of our own ends with all it holds, a cluster's Serve may hold other applications."""
-    import ray
+    if not ours:
+        from ray import serve
 
-    if ours or not ray.is_initialized():
-        return
-    from ray import serve
-
-    serve.delete(APP)
+        serve.delete(APP)
