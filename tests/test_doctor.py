@@ -52,7 +52,8 @@ def test_an_extra_that_is_not_installed_says_how_to_install_it_and_is_not_needed
 
     monkeypatch.setattr(doctor, "version", version)
     monkeypatch.setattr(doctor, "requires", lambda name: [
-        "numpy>=2.2", 'ray==2.60.0; extra == "cluster"', 'mlflow==3.17.2; extra == "cluster"', 'zarr>=3; extra == "zarr"',
+        "numpy>=2.2", 'ray==2.60.0; extra == "cluster"', 'mlflow==3.17.2; extra == "cluster"',
+        'zarr>=3; extra == "zarr"',
     ])  # fmt: skip
     lines = {check.name: check for check in doctor.check_packages()}
     assert lines["base packages"].status == lines["extra zarr"].status == "ok"

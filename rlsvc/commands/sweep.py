@@ -55,7 +55,7 @@ def sweep(
     console.print(f"Sweep {spec.name}: {spec.trials} trials, {spec.concurrency} at a time.")
     report = run_sweep(spec, base, resume=resume, on_trial=on_trial)
 
-    table = Table("trial", "status", spec.metric, *spec.space, title=spec.name)
+    table = Table("trial", "status", spec.metric, *_short_keys(list(spec.space)), title=spec.name)
     for row in rows(spec, report.trials)[:20]:
         score = row[spec.metric]
         table.add_row(
@@ -75,6 +75,12 @@ def sweep(
     if not report.complete:
         console.print("The sweep is not complete: the same command with --resume goes on with it.")
         raise typer.Exit(130)
+
+
+def _short_keys(keys: list[str]) -> list[str]:
+    """The last part of a dotted key, where no other key has the same."""
+    last = [key.rsplit(".", 1)[-1] for key in keys]
+    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
 
 
 def _short(value: object) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsvc.spec.run import RunSpec
-from rlsvc.spec.sweep import LogUniform, SweepSpec, set_keys
+from rlsvc.spec.sweep import Choice, Grid, LogUniform, SweepSpec, set_keys
 from rlsvc.store.registry import link_tree
 from rlsvc.tune.trial import Trial
 
@@ -119,12 +119,13 @@ def draw(path: Path, spec: SweepSpec, trials: Sequence[Trial], best: Trial | Non
         values = [trial.values[key] for trial, _ in judged]
         scores = [score for _, score in judged]
         colors = ["tab:red" if trial is best else "tab:blue" for trial, _ in judged]
-        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-            axis.scatter(values, scores, c=colors)
-        else:
-            names = sorted({str(value) for value in values})
+        if isinstance(distribution, Choice | Grid):
+            names = [str(option) for option in distribution.corners()]
             axis.scatter([names.index(str(value)) for value in values], scores, c=colors)
             axis.set_xticks(range(len(names)), names, fontsize=7)
+            axis.set_xlim(-0.5, len(names) - 0.5)
+        else:
+            axis.scatter(values, scores, c=colors)
         if isinstance(distribution, LogUniform):
             axis.set_xscale("log")
         axis.set(xlabel=key, ylabel=spec.metric)
@@ -137,8 +138,9 @@ def _write_best_yaml(folder: Path, spec: SweepSpec, base: RunSpec, best: Trial) 
     from rlsvc.spec.compose import to_yaml
 
     run = set_keys(base, best.values).replace(name=f"{spec.name}-best"[:100], resume=False, overwrite=False)
+    step, value = best.best(spec) or (0, float("nan"))
     path = folder / "best.yaml"
-    path.write_text(f"# trial {best.number} of sweep {spec.name}: {spec.metric} = {best.best(spec)}\n{to_yaml(run)}")
+    path.write_text(f"# {best.name} of sweep {spec.name}: {spec.metric} = {value:.6g} at step {step}\n{to_yaml(run)}")
     return path
 
 

@@ -82,7 +82,7 @@ def _prepare(folder: Path, spec: SweepSpec, base: RunSpec, resume: bool) -> None
     path = folder / "sweep.json"
     now = {"sweep": spec.model_dump(mode="json"), "base": base.model_dump(mode="json")}
     if not resume:
-        if path.exists():
+        if any((folder / "trials").glob("*.json")):
             raise BusyError(
                 f"sweep '{spec.name}' exists already in {folder}. Go on with it by --resume, or choose another name=..."
             )
@@ -175,6 +175,10 @@ class _Watch(tune.Callback):
 
     def __init__(self, folder: Path, metric: str, on_trial: OnTrial) -> None:
         self._folder, self._metric, self._on_trial = folder, metric, on_trial
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles its callbacks into a snapshot that nothing reads; whoever listens (a console) cannot be pickled.
+        return {**self.__dict__, "_on_trial": None}
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         record = self._record(trial)

@@ -148,7 +148,8 @@ def test_a_remote_store_takes_the_bundle_and_hands_it_back_to_another_machine(ro
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-               "--backend-store-uri", f"sqlite:///{root}/mlflow.db", "--artifacts-destination", str(root / "server")]  # fmt: skip
+               "--backend-store-uri", f"sqlite:///{root}/mlflow.db",
+               "--artifacts-destination", str(root / "server")]  # fmt: skip
     uri = f"http://127.0.0.1:{port}"
     with (
         (root / "server.log").open("w") as log,

@@ -4,7 +4,7 @@ import csv
 
 from rlsvc.spec.compose import compose, validate
 from rlsvc.spec.sweep import SweepSpec
-from rlsvc.tune.report import best_trial, write_report
+from rlsvc.tune.report import best_trial, draw, write_report
 from rlsvc.tune.trial import Trial
 
 
@@ -49,6 +49,15 @@ def test_a_report_has_table_plot_best_run_and_best_bundle(tmp_path, base):
     assert report.plot.read_bytes().startswith(b"\x89PNG")
     assert (report.best_bundle / "bundle.json").samefile(bundle / "bundle.json")
     assert report.complete
+
+
+def test_every_option_has_its_place_in_the_plot_whatever_its_type(tmp_path):
+    options = [[16, 32], {"name": "transformer", "layers": 2}, None, True, "v", 3]
+    spec = sweep(space={"policy.backbone": {"choice": options}}, samples=6)
+    judged = [Trial(number, {"policy.backbone": option}, "finished", history=[(1, 0.1 * number)])
+              for number, option in enumerate(options)]  # fmt: skip
+    draw(tmp_path / "plot.png", spec, judged, judged[5])
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_best_yaml_is_a_run_that_composes_as_it_is(tmp_path, base):

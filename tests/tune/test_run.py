@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -44,8 +45,14 @@ def test_trials_run_in_other_processes_from_the_spec_and_the_best_one_is_found(r
 
     driver = os.getpid()
     over = []
+    lock = threading.Lock()  # cannot be pickled, as a console cannot
+
+    def on_trial(trial):
+        with lock:
+            over.append(trial)
+
     space = {"algo.batch_size": {"grid": [8, 32, 16]}}
-    report = run_sweep(sweep(space=space, samples=1), base, train=train, on_trial=over.append)
+    report = run_sweep(sweep(space=space, samples=1), base, train=train, on_trial=on_trial)
     assert sorted(trial.status for trial in over) == ["finished"] * 3
     assert report.complete
     assert report.best.values == {"algo.batch_size": 32}
@@ -162,6 +169,51 @@ def test_a_sweep_whose_driver_was_killed_resumes_and_loses_no_finished_trial(ray
         str(trial.values["algo.learning_rate"]) == values.get(trial.name, str(trial.values["algo.learning_rate"]))
         for trial in trials
     )
+
+
+@pytest.mark.slow
+def test_a_real_sweep_from_the_command_line_ends_with_a_policy_that_verifies_and_a_run_that_composes(
+    ray_cluster, tmp_path
+):
+    from typer.testing import CliRunner
+
+    from rlsvc.cli import app
+    from rlsvc.spec.compose import compose
+    from rlsvc.store.bundle import read_bundle
+
+    space = tmp_path / "space.yaml"
+    space.write_text(f"""\
+name: real
+run:
+  - experiment=pusht_demo
+  - root={tmp_path}
+  - total_steps=4
+  - log_interval=2
+  - learner.updates_per_call=2
+  - algo.batch_size=8
+  - algo.schedule.warmup_steps=1
+  - policy.backbone.down_dims=[16, 32]
+  - env.max_steps=16
+  - evaluation={{interval: 2, episodes: 1, videos: false}}
+  - checkpoint.interval=2
+  - tracking.trackers=[]
+space:
+  algo.learning_rate: {{loguniform: [1e-4, 1e-3]}}
+samples: 2
+concurrency: 1
+""")
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["sweep", str(space)])
+    assert done.exit_code == 0, done.output
+    assert "[2/2] trial_00001 finished: eval/max_reward" in done.output
+    folder = tmp_path / "sweeps" / "real"
+    assert read_bundle(folder / "best_bundle").policy["name"] == "diffusion"
+    best = compose([str(folder / "best.yaml")])
+    assert best.algo.learning_rate in [
+        trial.values["algo.learning_rate"] for trial in load_trials(folder, "eval/max_reward")
+    ]
+    again = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["sweep", str(space), "--resume"])
+    assert again.exit_code == 0, again.output
+    assert "[2/2] trial_00001 finished" in again.output
 
 
 def test_a_sweep_that_another_process_runs_is_busy(ray_cluster, base, tmp_path):

@@ -91,7 +91,8 @@ def test_samples_lie_in_the_range_and_its_high_end_is_exclusive_for_integers(nam
 
 def test_values_are_set_by_dotted_key_and_validated_together(base):
     run = set_keys(base, {
-        "algo.learning_rate": 0.5, "policy.backbone": {"name": "transformer", "layers": 2}, "data.normalization.x": "mean_std",
+        "algo.learning_rate": 0.5, "policy.backbone": {"name": "transformer", "layers": 2},
+        "data.normalization.x": "mean_std",
     })  # fmt: skip
     assert (run.algo.learning_rate, run.policy.backbone.name, run.data.normalization) == (
         0.5,
@@ -153,7 +154,8 @@ def test_every_distribution_becomes_the_tune_domain_of_its_name(base):
 
     space = {
         "algo.learning_rate": {"loguniform": [1e-5, 1e-3]}, "algo.ema.power": {"uniform": [0.5, 0.9]},
-        "seed": {"randint": [0, 9]}, "policy.target": {"choice": ["epsilon", "v"]}, "algo.batch_size": {"grid": [8, 16]},
+        "seed": {"randint": [0, 9]}, "policy.target": {"choice": ["epsilon", "v"]},
+        "algo.batch_size": {"grid": [8, 16]},
     }  # fmt: skip
     domains = to_tune(sweep(space=space).space)
     assert domains["algo.batch_size"] == {"grid_search": [8, 16]}
