@@ -285,6 +285,18 @@ def test_a_job_that_fails_hands_on_its_exit_code_and_one_that_runs_is_stopped(he
 
 
 @pytest.mark.ray
+@pytest.mark.slow
+def test_this_tree_trains_a_policy_as_a_job(head, tmp_path):
+    small = [
+        "total_steps=2", "log_interval=1", "learner.updates_per_call=1", "algo.batch_size=8", "tracking.trackers=[]",
+        "policy.backbone.down_dims=[16,32]", "env=null", "checkpoint.interval=2", f"root={tmp_path}", "name=job",
+    ]  # fmt: skip
+    result = submit(head, "--working-dir", str(ROOT), "--", "train", "experiment=pusht_demo", *small, "--local")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "rlsvc" / "job" / "bundles" / "2" / "bundle.json").exists()
+
+
+@pytest.mark.ray
 def test_a_missing_and_a_wrong_token_are_refused_with_what_to_do(head):
     with (
         JobsClient(head) as client,

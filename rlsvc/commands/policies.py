@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from rlsvc.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rlsvc.store.registry import Registry
 
 app = typer.Typer(help="Registered policies: list, show, promote.", no_args_is_help=True)
 
@@ -19,9 +24,7 @@ Name = Annotated[str, typer.Argument(help="Name of the policy.")]
 @app.command("list")
 def list_policies(root: Root = "runs", store: Store = None) -> None:
     """List the registered policies with their newest version and aliases."""
-    from rlsvc.store.registry import Registry
-
-    registry = Registry(root, store)
+    registry = _registry(root, store)
     table = Table("policy", "versions", "newest", "aliases")
     for name in registry.names():
         versions = registry.versions(name)
@@ -36,10 +39,8 @@ def list_policies(root: Root = "runs", store: Store = None) -> None:
 @app.command()
 def show(name: Name, root: Root = "runs", store: Store = None) -> None:
     """Show the versions of a policy: aliases, bundle, run and where it lies."""
-    from rlsvc.store.registry import Registry
-
     table = Table("version", "aliases", "created", "bundle", "run", "source", title=name)
-    for version in reversed(Registry(root, store).versions(name)):
+    for version in reversed(_registry(root, store).versions(name)):
         table.add_row(
             str(version.version), ", ".join(version.aliases), _date(version.created), version.bundle[:12],
             version.run_id[:12], version.source,
@@ -56,10 +57,18 @@ def promote(
     store: Store = None,
 ) -> None:
     """Point an alias at a version; `rlsvc serve models:/NAME@ALIAS` serves it."""
-    from rlsvc.store.registry import Registry
-
-    Registry(root, store).promote(name, version, alias)
+    _registry(root, store).promote(name, version, alias)
     Console().print(f"models:/{name}@{alias} is version {version} now.")
+
+
+def _registry(root: str, store: str | None) -> Registry:
+    try:
+        from rlsvc.store.registry import Registry
+    except ImportError as error:
+        raise UserError(
+            f"policies are kept by {error.name}, which is not installed: pip install 'rlsvc[all]'"
+        ) from error
+    return Registry(root, store)
 
 
 def _date(seconds: float) -> str:

@@ -35,9 +35,15 @@ def sweep(
     base = compose(list(spec.run))
     check_space(spec, base)
 
-    from rlsvc.tune.report import rows
-    from rlsvc.tune.run import run_sweep
-    from rlsvc.tune.trial import Trial
+    try:
+        from rlsvc.tune.report import rows
+        from rlsvc.tune.run import run_sweep
+        from rlsvc.tune.trial import Trial
+    except ImportError as error:
+        raise UserError(
+            f"a sweep needs {error.name}, which is not installed: pip install 'rlsvc[all]', or send it to a cluster: "
+            f"rlsvc submit -- sweep {space}"
+        ) from error
 
     over = 0
 

@@ -155,8 +155,8 @@ class FifoSpec(Spec):
 class ResourcesSpec(Spec):
     """What one trial holds."""
 
-    cpu: float = Field(1.0, gt=0)
-    gpu: float = Field(0.0, ge=0)
+    cpu: float = Field(default=1.0, gt=0)
+    gpu: float = Field(default=0.0, ge=0)
     """A fraction lets several trials share one GPU."""
 
 

@@ -1,7 +1,8 @@
 """The model registry: a policy bundle as a version of a named model in MLflow.
 
-On a SQLite store the bundle's files are hard links under the store's artifact folder: no second copy of the weights,
-and a version stays usable when its run folder is deleted or its checkpoints are thinned out. A remote store gets an upload.
+On a SQLite store the bundle's files are hard links under the store's artifact folder: there is no second copy of the
+weights, and a version stays usable when its run folder is deleted or its checkpoints are thinned out. A remote store
+gets an upload.
 """
 
 from __future__ import annotations

@@ -107,11 +107,11 @@ def make_tracker(spec: RunSpec, run_dir: Path, resume: bool) -> RunTracker:
     trackers: dict[str, Tracker] = {}
     for name in spec.tracking.trackers:
         if name == "mlflow":
-            trackers[name] = MlflowTracker.start(spec, run_dir, ids.get(name))
-            ids[name] = trackers[name].ids
+            trackers[name] = mlflow = MlflowTracker.start(spec, run_dir, ids.get(name))
+            ids[name] = mlflow.ids
         elif name == "wandb":
-            trackers[name] = WandbTracker(spec, run_dir, ids.get(name))
-            ids[name] = trackers[name].ids
+            trackers[name] = wandb = WandbTracker(spec, run_dir, ids.get(name))
+            ids[name] = wandb.ids
         else:
             trackers[name] = TensorBoardTracker(run_dir)
     temporary = ids_path.with_suffix(".json.tmp")

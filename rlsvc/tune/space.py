@@ -43,6 +43,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
             own[key] = value
         else:
             runs.append(override)
+    tree = {str(key): value for key, value in tree.items()}
     for key, value in own.items():
         _set(tree, key, _parse_value(key, value))
     if runs:
@@ -54,7 +55,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
     for key in own:
         head, _, rest = key.partition(".")
         places[(head, rest) if head == "space" else tuple(key.split("."))] = "command line"
-    return validate(SweepSpec, {str(key): value for key, value in tree.items()}, places)
+    return validate(SweepSpec, tree, places)
 
 
 def to_tune(space: Mapping[str, Distribution]) -> dict[str, Any]:
