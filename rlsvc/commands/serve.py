@@ -70,12 +70,14 @@ def serve(
         ),
     )
     console = Console(soft_wrap=True)
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
+    previous = signal.getsignal(signal.SIGTERM)
     try:
         console.print(
             f"loading {policy} (bundle {bundle.id[:12]}) on {replicas} replica(s); Ray takes some 30 s to start ..."
         )
         with hold_port(port), ray_for_serving(deployment):
+            # Stop as on Ctrl-C; only now, since Ray puts a handler of its own there when it starts.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             start(deployment)
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             console.print(f"ready: policy '{deployment.name}' at {base}")
