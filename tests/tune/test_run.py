@@ -138,6 +138,7 @@ run_sweep(
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_driver_was_killed_resumes_and_loses_no_finished_trial(ray_cluster, base, tmp_path):
     # ray#30861: what was finished and what was still to come were lost on restore
     spec = sweep(samples=6)
@@ -192,9 +193,11 @@ run:
   - learner.updates_per_call=2
   - algo.batch_size=8
   - algo.schedule.warmup_steps=1
-  - policy.backbone.down_dims=[16, 32]
+  - policy.backbone.down_dims=[16,32]
   - env.max_steps=16
-  - evaluation={{interval: 2, episodes: 1, videos: false}}
+  - evaluation.interval=2
+  - evaluation.episodes=1
+  - evaluation.videos=false
   - checkpoint.interval=2
   - tracking.trackers=[]
 space:
