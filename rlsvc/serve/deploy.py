@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsvc.core.errors import UserError
-from rlsvc.serve.haproxy import haproxy_environment
+from rlsvc.serve.haproxy import haproxy_environment, wait_for_replicas
 from rlsvc.serve.preflight import check_resources, local_cpus, local_gpus
 from rlsvc.serve.service import ServeSettings
 
@@ -97,6 +97,7 @@ def start(deployment: Deployment) -> None:
             http_options={"host": deployment.host, "port": deployment.port, "keep_alive_timeout_s": 60},
         )
         serve.run(policy.bind(deployment.name, deployment.load, settings), name=APP, route_prefix="/")
+        wait_for_replicas(deployment.replicas, os.environ)
     except (RayError, RuntimeError, TimeoutError) as error:
         app = serve.status().applications.get(APP) if isinstance(error, RuntimeError) else None
         reports = [] if app is None else [status.message for status in app.deployments.values()]

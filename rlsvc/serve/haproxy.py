@@ -8,11 +8,17 @@ interface), so a small wrapper in front of the program rewrites those two lines 
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import shlex
 import socket
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+
+import httpx
 
 # Ray rewrites the configuration and starts HAProxy anew whenever replicas change, so the wrapper edits it each time.
 _WRAPPER = """#!/bin/sh
@@ -62,6 +68,39 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
     }
+
+
+def wait_for_replicas(count: int, environment: Mapping[str, str], timeout_s: float = 30.0) -> None:
+    """Wait until HAProxy sends requests to the replicas themselves.
+
+    For a moment after a deployment it still sends them through Serve's own, slower proxy, and a WebSocket that is
+    opened then stays there.
+
+    Args:
+        count: of replicas.
+        environment: of `haproxy_environment`; nothing is waited for when HAProxy is not in use.
+        timeout_s: longest to wait.
+
+    Raises:
+        TimeoutError: fewer replicas are up by then.
+    """
+    if environment.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        return
+    url = f"http://127.0.0.1:{environment['RAY_SERVE_HAPROXY_STATS_PORT']}/stats;csv"
+    deadline = time.monotonic() + timeout_s
+    while (up := _replicas_up(url)) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"HAProxy reaches {up} of {count} replicas after {timeout_s:g} s")
+        time.sleep(0.1)
+
+
+def _replicas_up(url: str) -> int:
+    try:
+        table = httpx.get(url, trust_env=False, timeout=5.0).text
+    except httpx.HTTPError:
+        return 0  # HAProxy is being started anew with the replicas in its configuration
+    rows = csv.DictReader(io.StringIO(table.removeprefix("# ")))
+    return sum(row["svname"].startswith("SERVE_REPLICA_") and row["status"] == "UP" for row in rows)
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from rlsvc.commands.serve import serve
 from rlsvc.core.errors import BundleError, BusyError, NotFoundError, UserError
 from rlsvc.data.normalize import Normalizer
 from rlsvc.serve import preflight
-from rlsvc.serve.haproxy import free_ports, haproxy_environment
+from rlsvc.serve.haproxy import free_ports, haproxy_environment, wait_for_replicas
 from rlsvc.store.bundle import write_bundle
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +143,37 @@ def test_haproxys_own_ports_are_fenced_to_loopback(tmp_path):
     )
     binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
     assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8404"]
+
+
+def test_serving_waits_until_haproxy_reaches_the_replicas_themselves():
+    table = (
+        "# pxname,svname,status,\nhttp-rlsvc,SERVE_REPLICA_a,{},\nhttp-rlsvc,SERVE_PROXY_ACTOR-fallback-b,UP,\n"
+        "http-rlsvc,BACKEND,UP,\n"
+    )
+    asked = []
+
+    class Stats(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(table.format("UP" if len(asked) > 2 else "DOWN").encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Stats) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(server.server_address[1]),
+        }
+        wait_for_replicas(1, environment)
+        assert asked == ["/stats;csv"] * 3
+        with pytest.raises(TimeoutError, match="reaches 1 of 2 replicas"):
+            wait_for_replicas(2, environment, timeout_s=0.2)
+        server.shutdown()
+    wait_for_replicas(1, {})  # Serve's own proxy: nothing to wait for
 
 
 def test_query_prints_actions_and_latency(tmp_path, capsys):
