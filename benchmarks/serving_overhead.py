@@ -182,7 +182,7 @@ def report(size: str, samples: dict[str, np.ndarray], rounds: int, console: Cons
                 packages=PACKAGES,
             )
     if peer is not None:
-        # Whole requests, as the figures of these names ask; the interval is over rounds, since load drifts.
+        # Whole requests, as the figures of these names ask; least and most of five rounds hold the median at 94 %.
         ratios = [
             np.percentile(ours, 50) / np.percentile(theirs, 50)
             for ours, theirs in zip(np.split(samples["WebSocket"], rounds), np.split(peer, rounds), strict=True)
