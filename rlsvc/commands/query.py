@@ -42,18 +42,16 @@ def query(
             url, policy=policy, transport=transport, options=ClientOptions(timeout_s=timeout_s, retries=3)
         ) as client:
             window = client.contract.example_observation() if sent is None else sent
-            seconds = []
+            replies, seconds = [], []
             for step in range(n):
                 start = perf_counter()
-                reply = client.act(window, seed=seed, step=step)
+                replies.append(client.act(window, seed=seed, step=step))
                 seconds.append(perf_counter() - start)
-                if step == 0:
-                    console.print(
-                        f"policy '{client.name}' version {reply.version[:12]}, {client.contract.rate_hz:g} actions/s"
-                    )
-                    console.print(_action_table(reply.action, client.contract.action.names))
+            first, last = replies[0], replies[-1]
+            console.print(f"policy '{client.name}' version {first.version[:12]}, {client.contract.rate_hz:g} actions/s")
+            console.print(_action_table(first.action, client.contract.action.names))
             p50, p95 = np.percentile(np.asarray(seconds) * 1e3, [50, 95])
-            served = "  ".join(f"{part} {value:.3g}" for part, value in reply.timing.items())
+            served = "  ".join(f"{part} {value:.3g}" for part, value in last.timing.items())
             console.print(f"latency over {transport}: p50 {p50:.2f} ms  p95 {p95:.2f} ms  (n = {n})")
             console.print(f"of which in the server, last request: {served}")
     except (PolicyUnavailableError, ServerFaultError, TimeoutError) as error:
@@ -64,8 +62,8 @@ def read_observation(path: Path) -> dict[str, Any]:
     """An observation window from a file.
 
     Args:
-        path: .npz with an array by feature name, or .json with nested lists by feature name (or `{"observation":
-        {...}}`).
+        path: .npz with an array by feature name, or .json with nested lists by feature name (or these as
+            "observation" in a map, as a request has them).
 
     Raises:
         UserError: no such file, another ending, or not readable as what its ending says.

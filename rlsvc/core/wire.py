@@ -62,9 +62,11 @@ def pack(message: Any) -> bytes:
         WireError: a value that has no place on the wire.
     """
     try:
-        return msgpack.packb(message, default=_encode)
+        packed = msgpack.packb(message, default=_encode)
     except (TypeError, OverflowError) as error:
         raise WireError(str(error)) from error
+    assert isinstance(packed, bytes)
+    return packed
 
 
 def unpack(data: bytes, limits: Limits | None = None) -> Any:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlsvc.core.errors import UserError
 from rlsvc.serve.haproxy import haproxy_environment, wait_for_replicas
@@ -69,8 +69,7 @@ def start(deployment: Deployment) -> None:
     settings = deployment.settings
     # An open WebSocket counts as a request under way for as long as it is open.
     most = settings.max_waiting + 256
-    policy = serve.deployment(
-        serve.ingress()(PolicyReplica),
+    deploy = serve.deployment(
         name=deployment.name,
         num_replicas=deployment.replicas,
         max_ongoing_requests=most,
@@ -90,6 +89,7 @@ def start(deployment: Deployment) -> None:
         # A bundle that does not load will not load the second time either.
         max_constructor_retry_count=1,
     )
+    policy = deploy(serve.ingress()(PolicyReplica))
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its progress lines are no part of the command's output
     try:
         serve.start(
@@ -114,11 +114,8 @@ def _cause(reports: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
+def ray_for_serving(deployment: Deployment) -> Iterator[None]:
     """A Ray to serve on: the cluster that RAY_ADDRESS names, else one of our own that ends with the block.
-
-    Yields:
-        What Ray says about itself.
 
     Raises:
         StartError: Ray did not start.
@@ -134,12 +131,12 @@ def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
         import ray
 
         try:
-            context = ray.init(
+            ray.init(
                 # Without "local" Ray would join whatever `ray start` last began on this machine.
                 address=address or "local",
                 include_dashboard=None if address else False,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
             )
         except Exception as error:  # Ray raises Exception itself when a part of it does not come up in time
             raise StartError(f"Ray did not start: {error}") from error
@@ -147,7 +144,7 @@ def ray_for_serving(deployment: Deployment) -> Iterator[dict[str, Any]]:
         stack.callback(_stop, ours=address is None)
         have = ray.cluster_resources()
         check_resources(*ask, have_cpus=have.get("CPU", 0.0), have_gpus=have.get("GPU", 0.0))
-        yield dict(context.address_info)
+        yield
 
 
 @contextlib.contextmanager
