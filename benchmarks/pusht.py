@@ -20,7 +20,6 @@ from common import write_result
 
 from rlsvc.spec.compose import compose
 from rlsvc.spec.env import PushTSpec
-from rlsvc.train.evaluate import Evaluation
 from rlsvc.train.run import run_dir, train
 from rlsvc.train.standalone import evaluate_bundle, write_scores
 
@@ -44,8 +43,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="folder for scores and plots")
     args = parser.parse_args()
     experiment = {"state": "pusht_diffusion", "image": "pusht_image_diffusion"}[args.kind]
-    words = [f"experiment={experiment}", "tracking.trackers=[]", "evaluation.interval=null", "evaluation.videos=false",
-             "evaluation.episodes=50", "evaluation.parallel=50", f"evaluation.workers={args.workers}"]  # fmt: skip
+    # Only the weights at the end are scored, so the run itself evaluates nothing.
+    words = [f"experiment={experiment}", "tracking.trackers=[]", "env=null"]
     if args.dataset:
         words.append(f"data.datasets=[{{path: {args.dataset}}}]")
     spec = compose([*words, *args.overrides]).replace(resume=args.resume)
@@ -71,12 +70,13 @@ def main() -> None:
         return
     bundle = folder / "bundles" / str(result.step)
     env = PushTSpec(observation="pixels" if args.kind == "image" else "keypoints")
-    runs: dict[int, Evaluation] = {}
-    for steps in (spec.policy.sample_steps, args.few_steps):
+    store = {"gpu": True, "packages": PACKAGES, "seeds": [spec.seed]}
+    write_result(f"pusht_{args.kind}_train_minutes", minutes, "minutes", **store)
+    for steps, suffix in ((spec.policy.sample_steps, ""), (args.few_steps, "_few_steps")):
         begin = time.monotonic()
-        runs[steps] = evaluate_bundle(str(bundle), env, episodes=args.episodes, first_seed=FIRST_SEED, workers=args.workers,
-                                      parallel=args.episodes, sample_steps=steps, local=True)  # fmt: skip
-        overlap, success = runs[steps].interval("max_reward"), runs[steps].interval("success")
+        scores = evaluate_bundle(str(bundle), env, episodes=args.episodes, first_seed=FIRST_SEED, workers=args.workers,
+                                 parallel=args.episodes, sample_steps=steps, local=True)  # fmt: skip
+        overlap, success = scores.interval("max_reward"), scores.interval("success")
         print(  # noqa: T201
             f"{args.kind}, {steps} denoising steps, {args.episodes} seeds from {FIRST_SEED}: mean max overlap {overlap.mean:.4f} "
             f"[{overlap.low:.4f}, {overlap.high:.4f}], success {100 * success.mean:.1f} % [{100 * success.low:.1f}, {100 * success.high:.1f}]; "
@@ -85,16 +85,11 @@ def main() -> None:
         )
         if args.output:
             args.output.mkdir(parents=True, exist_ok=True)
-            write_scores(runs[steps], args.output / f"pusht_{args.kind}_{steps}_steps.json")
-    seeds = [spec.seed]
-    peer = "Diffusion Policy, CNN, last ten checkpoints (published)"
-    for steps, suffix in ((spec.policy.sample_steps, ""), (args.few_steps, "_few_steps")):
-        overlap, success = runs[steps].interval("max_reward"), runs[steps].interval("success")
-        common = {"gpu": True, "packages": PACKAGES, "seeds": seeds}
-        write_result(f"pusht_{args.kind}_overlap{suffix}", overlap.mean, "mean max overlap", low=overlap.low, high=overlap.high, peer=peer,
-                     peer_value=PAPER[args.kind], ratio=overlap.mean / PAPER[args.kind], **common)  # fmt: skip
-        write_result(f"pusht_{args.kind}_success{suffix}", 100 * success.mean, "percent", low=100 * success.low, high=100 * success.high, **common)
-    write_result(f"pusht_{args.kind}_train_minutes", minutes, "minutes", gpu=True, packages=PACKAGES, seeds=seeds)
+            write_scores(scores, args.output / f"pusht_{args.kind}_{steps}_steps.json")
+        write_result(f"pusht_{args.kind}_overlap{suffix}", overlap.mean, "mean max overlap", low=overlap.low, high=overlap.high,
+                     peer="Diffusion Policy, CNN, last ten checkpoints (published)", peer_value=PAPER[args.kind],
+                     ratio=overlap.mean / PAPER[args.kind], **store)  # fmt: skip
+        write_result(f"pusht_{args.kind}_success{suffix}", 100 * success.mean, "percent", low=100 * success.low, high=100 * success.high, **store)
 
 
 if __name__ == "__main__":

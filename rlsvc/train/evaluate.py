@@ -141,8 +141,8 @@ def _wave(runner: Runner, workers: Workers, seeds: list[int]) -> list[EpisodeRes
 
 
 def batch_sizes(parallel: int) -> tuple[int, ...]:
-    """Batch shapes to compile for an evaluation: `parallel`, and a quarter of it for when few episodes are left."""
-    return tuple(sorted({parallel, max(1, parallel // 4)}))
+    """Batch shapes to compile for an evaluation: `parallel`, and for small ones (a CPU's) a quarter of it for when few are left."""
+    return tuple(sorted({parallel, max(1, parallel // 4)})) if parallel <= 64 else (parallel,)
 
 
 def write_video(episode: EpisodeResult, spec: PushTSpec, path: Path) -> Path:

@@ -1,0 +1,35 @@
+"""What the whole suite shares: JAX set up for tests, and one Ray for all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before JAX is imported anywhere: tests run on the CPU, and a broadcast that was not meant is an error.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A Ray of the suite's own, with two CPUs, started once."""
+    import ray
+
+    # Ray's sockets need a short path.
+    context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield context
+    ray.shutdown()
