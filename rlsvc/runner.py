@@ -59,7 +59,10 @@ class BaselineRunner:
         shape = (self.contract.action_horizon, *self.contract.action.shape)
         if self.name == "zero":
             return ActionChunk(np.zeros((len(seeds), *shape), np.float32), self.version)
-        rows = [np.random.default_rng((int(s), int(t))).uniform(self.low, self.high, shape) for s, t in zip(seeds, steps, strict=True)]
+        rows = [
+            np.random.default_rng((int(s), int(t))).uniform(self.low, self.high, shape)
+            for s, t in zip(seeds, steps, strict=True)
+        ]
         return ActionChunk(np.asarray(rows, np.float32), self.version)
 
     def warm_up(self) -> None:
@@ -105,7 +108,7 @@ class PolicyRunner:
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
         self._params = jax.device_put(unflatten_params(bundle.params, self._like))
 
-        def act(params, observation, seeds, steps):  # noqa: ANN001, ANN202
+        def act(params, observation, seeds, steps):  # noqa: ANN001
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
             normal = {key: normalizer.normalize(key, x, which) for key, x in observation.items()}
             action, _, _ = policy.act(params, normal, policy.initial_carry(seeds.shape[0]), keys, options)

@@ -1,7 +1,7 @@
 """How a policy learns: the interface of every algorithm.
 
-An algorithm knows nothing of loops, Ray, files, clocks or loggers. The learner calls `update`, stores the state, and asks
-for the weights to act with.
+An algorithm knows nothing of loops, Ray, files, clocks or loggers. The learner calls `update`, stores the state, and
+asks for the weights to act with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Imitation: gradient steps on a policy's own loss over demonstrations.
 
-Each update draws a batch of windows, normalises it, averages the gradient over micro-batches, clips, and steps the optimizer;
-an exponential moving average of the weights acts (Diffusion Policy, arXiv:2303.04137, appendix; decay as in diffusers).
+Each update draws a batch of windows, normalises it, averages the gradient over micro-batches, clips, and steps the
+optimizer; an exponential moving average of the weights acts (Diffusion Policy, arXiv:2303.04137, appendix; decay as in
+diffusers).
 
 Letters: B batch, K updates in one call, M micro-batches.
 """
@@ -102,7 +103,7 @@ class Imitation:
         index = jnp.arange(count) * data.num_windows // count
         return self.policy.loss(params, normalize_batch(data.gather(index), self.normalizer), key)[0]
 
-    def _draw(self, data: Windows, key: Key[Array, ""], step: Array) -> Int[Array, "b"]:
+    def _draw(self, data: Windows, key: Key[Array, ""], step: Array) -> Int[Array, " b"]:
         return data.draw(jax.random.split(update_key(key, step))[0], self.spec.batch_size)
 
     def _updates(
@@ -136,9 +137,7 @@ class Imitation:
         metrics = {**metrics, "grad_norm": optax.global_norm(grads), "learning_rate": self.schedule(state.step)}
         return ImitationState(state.step + 1, params, ema, opt_state), metrics
 
-    def _gradient(
-        self, params: Params, batch: Batch, key: Key[Array, ""]
-    ) -> tuple[Params, dict[str, Array]]:
+    def _gradient(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Params, dict[str, Array]]:
         """Gradient of the mean loss; the micro-batches of an accumulated one are weighted by their unpadded actions."""
 
         def loss(params: Params, batch: Batch, key: Array) -> tuple[Array, tuple[dict[str, Array], Array]]:
@@ -149,9 +148,13 @@ class Imitation:
         gradient = jax.grad(loss, has_aux=True)
         m = self.spec.optimizer.accumulation
 
-        def add(total: tuple[Params, Array], inputs: tuple[Batch, Array]) -> tuple[tuple[Params, Array], dict[str, Array]]:
+        def add(
+            total: tuple[Params, Array], inputs: tuple[Batch, Array]
+        ) -> tuple[tuple[Params, Array], dict[str, Array]]:
             grads, (metrics, weight) = gradient(params, *inputs)
-            return (jax.tree.map(jnp.add, total[0], grads), total[1] + weight), {k: v * weight for k, v in metrics.items()}
+            return (jax.tree.map(jnp.add, total[0], grads), total[1] + weight), {
+                k: v * weight for k, v in metrics.items()
+            }
 
         if m == 1:
             grads, (metrics, weight) = gradient(params, batch, key)

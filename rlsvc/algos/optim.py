@@ -40,5 +40,5 @@ def ema_decay(spec: EmaSpec, step: Int[Array, ""]) -> Float[Array, ""]:
 
 
 def ema_update(ema: Params, params: Params, decay: Float[Array, ""]) -> Params:
-    """decay * ema + (1 - decay) * params, leaf by leaf."""
+    """Leaf by leaf decay * ema + (1 - decay) * params."""
     return jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), ema, params)

@@ -113,7 +113,9 @@ class Contract:
         """An observation that fits: zeros (and empty texts), [T, ...] or [B, T, ...] by key."""
         lead = (self.n_obs_steps,) if batch_size is None else (batch_size, self.n_obs_steps)
         return {
-            key: np.full(lead, "", dtype=np.str_) if feature.dtype == TEXT else np.zeros(lead + feature.shape, feature.dtype)
+            key: np.full(lead, "", dtype=np.str_)
+            if feature.dtype == TEXT
+            else np.zeros(lead + feature.shape, feature.dtype)
             for key, feature in self.observation.items()
         }
 
@@ -121,8 +123,8 @@ class Contract:
         """One observation window, checked key by key and cast without loss.
 
         Args:
-            observation: by key an array [T, ...]; where T is 1 the time axis may be left out. Keys that the contract does
-                not name are an error, so that a misspelt key is not ignored.
+            observation: by key an array [T, ...]; where T is 1 the time axis may be left out. Keys that the contract
+                does not name are an error, so that a misspelt key is not ignored.
 
         Returns:
             By key an array [T, ...] of the contract's dtype. Python numbers and lists are taken; a float array is never
@@ -132,7 +134,9 @@ class Contract:
             ContractError: a missing or unknown key, a wrong shape or dtype, a value that is not finite; names the key.
         """
         if not isinstance(observation, Mapping):
-            raise ContractError(f"observation: got {type(observation).__name__}, expected arrays by name: {self._keys()}")
+            raise ContractError(
+                f"observation: got {type(observation).__name__}, expected arrays by name: {self._keys()}"
+            )
         for key in observation:
             if key not in self.observation:
                 guess = nearest(str(key), self.observation)
@@ -140,8 +144,10 @@ class Contract:
                 raise ContractError(f"observation key '{key}' is not in the contract{hint}; expected: {self._keys()}")
         missing = [key for key in self.observation if key not in observation]
         if missing:
-            raise ContractError(f"observation lacks '{missing[0]}'; got: {', '.join(map(str, observation)) or 'nothing'}; "
-                                f"expected: {self._keys()}")  # fmt: skip
+            raise ContractError(
+                f"observation lacks '{missing[0]}'; got: {', '.join(map(str, observation)) or 'nothing'}; "
+                f"expected: {self._keys()}"
+            )
         return {key: self._check_one(key, feature, observation[key]) for key, feature in self.observation.items()}
 
     def _keys(self) -> str:
@@ -174,7 +180,9 @@ class Contract:
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise ContractError(f"observation '{key}': got {type(value).__name__}, expected a text")
         if len(texts) != self.n_obs_steps:
-            raise ContractError(f"observation '{key}': got {len(texts)} texts, expected one for each of {self.n_obs_steps} steps")
+            raise ContractError(
+                f"observation '{key}': got {len(texts)} texts, expected one for each of {self.n_obs_steps} steps"
+            )
         return np.asarray(texts, dtype=np.str_)
 
     def check_same(self, other: Contract, mine: str, theirs: str) -> None:
@@ -190,7 +198,9 @@ class Contract:
         """
         for key, feature in self.observation.items():
             if key not in other.observation:
-                raise ContractError(f"{theirs} gives no '{key}', which the {mine} needs; it gives: {', '.join(other.observation)}")
+                raise ContractError(
+                    f"{theirs} gives no '{key}', which the {mine} needs; it gives: {', '.join(other.observation)}"
+                )
             _same_feature(key, feature, other.observation[key], mine, theirs)
         _same_feature("action", self.action, other.action, mine, theirs)
         if abs(self.rate_hz - other.rate_hz) > 1e-6:

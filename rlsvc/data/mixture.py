@@ -68,8 +68,8 @@ def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, actio
     """Read every dataset of the mixture.
 
     Raises:
-        DatasetError: a dataset that cannot be used, datasets whose features or rates differ, or a feature that is missing;
-            the message names dataset and feature.
+        DatasetError: a dataset that cannot be used, datasets whose features or rates differ, or a feature that is
+            missing; the message names dataset and feature.
     """
     keys = (*spec.observation, spec.action)
     tables = [load_table(dataset, keys) for dataset in spec.datasets]
@@ -87,7 +87,9 @@ def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, actio
     }
     if spec.action != "action" and spec.action in spec.normalization:
         raise DatasetError(f"data.normalization names '{spec.action}'; the action's mode goes under 'action'")
-    by_group = {g: {("action" if k == spec.action else k): c for k, c in columns.items()} for g, columns in by_group.items()}
+    by_group = {
+        g: {("action" if k == spec.action else k): c for k, c in columns.items()} for g, columns in by_group.items()
+    }
     named = {("action" if key == spec.action else key): feature for key, feature in features.items()}
     normalizer = Normalizer.fit(by_group, named, spec.normalization)
 
@@ -120,11 +122,15 @@ def _common_features(tables: list[EpisodeTable], keys: tuple[str, ...]) -> dict[
         for key in keys:
             other = _feature(table, key)
             if (other.shape, other.dtype) != (features[key].shape, features[key].dtype):
-                raise DatasetError(f"'{key}' is {other.dtype} {other.shape} in {table.source} and {features[key].dtype} "
-                                   f"{features[key].shape} in {first.source}; datasets of one mixture must agree")  # fmt: skip
+                raise DatasetError(
+                    f"'{key}' is {other.dtype} {other.shape} in {table.source} and {features[key].dtype} "
+                    f"{features[key].shape} in {first.source}; datasets of one mixture must agree"
+                )
         if table.fps != first.fps:
-            raise DatasetError(f"fps is {table.fps:g} in {table.source} and {first.fps:g} in {first.source}; "
-                               "datasets of one mixture must agree")  # fmt: skip
+            raise DatasetError(
+                f"fps is {table.fps:g} in {table.source} and {first.fps:g} in {first.source}; "
+                "datasets of one mixture must agree"
+            )
     return features
 
 

@@ -1,6 +1,6 @@
 """Normalisation that training and serving share: one object, fitted on training episodes, stored in the bundle.
 
-Every mode is an affine map of one feature, `normalized = (x - center) * scale`, so it is inverted exactly up to rounding.
+Every mode is an affine map of one feature, `normalized = (x - center) * scale`, so it is inverted up to rounding.
 Letters: N steps, G groups of datasets that share statistics, B batch.
 """
 
@@ -126,8 +126,10 @@ class Normalizer:
         """
         for key in modes:
             if key not in features:
-                raise DatasetError(f"data.normalization names '{key}', which is not a feature of the run; there are: "
-                                   f"{', '.join(features)}")  # fmt: skip
+                raise DatasetError(
+                    f"data.normalization names '{key}', which is not a feature of the run; there are: "
+                    f"{', '.join(features)}"
+                )
         groups = tuple(sorted(columns))
         chosen: dict[str, str] = {}
         stats: dict[str, tuple[Stats, ...]] = {}
@@ -166,7 +168,10 @@ class Normalizer:
             return center[group], scale[group]
         xp = group.__array_namespace__()
         shape = (group.shape[0], *([1] * (x.ndim - center.ndim)), *center.shape[1:])
-        return (xp.take(xp.asarray(center), group, axis=0).reshape(shape), xp.take(xp.asarray(scale), group, axis=0).reshape(shape))
+        return (
+            xp.take(xp.asarray(center), group, axis=0).reshape(shape),
+            xp.take(xp.asarray(scale), group, axis=0).reshape(shape),
+        )
 
     def group_index(self, group: str | None) -> int:
         """Index of a group; None means the only one.
@@ -188,17 +193,23 @@ class Normalizer:
         """
         wanted = {key: f for key, f in {**contract.observation, "action": contract.action}.items() if f.dtype != TEXT}
         if missing := sorted(set(wanted) - set(self.modes)):
-            raise BundleError(f"normaliser has no statistics for '{missing[0]}'; it has: {', '.join(sorted(self.modes))}")
+            raise BundleError(
+                f"normaliser has no statistics for '{missing[0]}'; it has: {', '.join(sorted(self.modes))}"
+            )
         if extra := sorted(set(self.modes) - set(wanted)):
-            raise BundleError(f"normaliser has statistics for '{extra[0]}', which the contract does not name; the contract has: "
-                              f"{', '.join(sorted(wanted))}")  # fmt: skip
+            raise BundleError(
+                f"normaliser has statistics for '{extra[0]}', which the contract does not name; the contract has: "
+                f"{', '.join(sorted(wanted))}"
+            )
         for key, feature in wanted.items():
             for group, stats in zip(self.groups, self.stats.get(key, ()), strict=False):
                 for name in FIELDS:
                     shape = getattr(stats, name).shape
                     if shape != feature.shape:
-                        raise BundleError(f"normaliser statistics '{name}' of '{key}' (group {group}): got shape {shape}, "
-                                          f"the contract says {feature.shape}")  # fmt: skip
+                        raise BundleError(
+                            f"normaliser statistics '{name}' of '{key}' (group {group}): got shape {shape}, "
+                            f"the contract says {feature.shape}"
+                        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; `from_json` is the exact inverse."""

@@ -1,7 +1,7 @@
 """Windows of T observations and H actions around every step of every episode, padded at the ends with a mask.
 
-The window of step t holds the observations t-T+1 .. t and the actions t-T+1 .. t-T+H of the same episode (the alignment of
-Diffusion Policy). Outside the episode the nearest row stands in, and for actions the mask says so. Drawing is a pure
+The window of step t holds the observations t-T+1 .. t and the actions t-T+1 .. t-T+H of the same episode (the alignment
+of Diffusion Policy). Outside the episode the nearest row stands in, and for actions the mask says so. Drawing is a pure
 function of (key, step): it does not depend on ranks, placement or what was drawn before, so resuming needs no cursor.
 
 Letters: N steps of all episodes, W windows, D datasets, B batch, T observation steps, H horizon.
@@ -20,11 +20,14 @@ import numpy as np
 from rlsvc.core.types import EpisodeTable
 
 Batch = dict[str, Any]
-"""observation: by name [B, T, ...]; action: [B, H, A] float32; mask: [B, H] bool, False where padded; group: [B] int32."""
+"""observation: by name [B, T, ...]; action: [B, H, A] float32; mask: [B, H] bool, False where padded; group: [B]."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["columns", "anchor", "start", "end", "group", "offset", "weight"],
-         meta_fields=["observation", "action", "n_obs_steps", "horizon"])  # fmt: skip
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["columns", "anchor", "start", "end", "group", "offset", "weight"],
+    meta_fields=["observation", "action", "n_obs_steps", "horizon"],
+)
 @dataclass(frozen=True)
 class Windows:
     """Columns of one or more datasets and the windows over them; a pytree, so that it can lie on a device.
@@ -93,8 +96,19 @@ class Windows:
         columns = {key: _join([table.columns[key] for table in tables]) for key in (*observation, action)}
         columns[action] = columns[action].astype(np.float32)
         share = np.asarray(weights, np.float32)
-        return cls(columns, anchor, start, end, group, np.asarray(offset, np.int32), share / share.sum(), observation, action,
-                   n_obs_steps, horizon)  # fmt: skip
+        return cls(
+            columns,
+            anchor,
+            start,
+            end,
+            group,
+            np.asarray(offset, np.int32),
+            share / share.sum(),
+            observation,
+            action,
+            n_obs_steps,
+            horizon,
+        )
 
     def draw(self, key: jax.Array, batch_size: int) -> jax.Array:
         """[B] int32 window indices: a dataset by weight, then one of its windows uniformly, with replacement."""
@@ -105,7 +119,7 @@ class Windows:
         return first + jax.random.randint(window_key, (batch_size,), 0, size)
 
     def gather(self, index: Any) -> Batch:
-        """The batch of these windows; works on numpy and, inside jit, on JAX arrays. `index`: [B] (or [K, B]) integers."""
+        """The batch of windows `index`, [B] or [K, B] integers; works on numpy and, inside jit, on JAX arrays."""
         xp = np if self.on_host else jnp
         anchor, start, end = (x[index][..., None] for x in (self.anchor, self.start, self.end))
         first = 1 - self.n_obs_steps
@@ -125,13 +139,14 @@ def batches_from_host(data: Windows, index: np.ndarray, sharding: jax.sharding.S
     Args:
         data: in host memory.
         index: [K, B] window numbers.
-        sharding: of [K, B, ...] arrays over several ranks; each process gathers its own rows alone. None for one device.
+        sharding: of [K, B, ...] arrays over several ranks; each process gathers its own rows alone. None for one
+            device.
     """
     if sharding is None:
         return jax.device_put(data.gather(index))
     rows = {}
 
-    def part(at: tuple[slice, ...]) -> Batch:
+    def part(at: Any) -> Batch:
         key = str(at[:2])
         if key not in rows:
             rows[key] = data.gather(index[at[:2]])
@@ -140,7 +155,9 @@ def batches_from_host(data: Windows, index: np.ndarray, sharding: jax.sharding.S
     example = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, data.gather(index[:1, :1])))
     leaves, tree = jax.tree.flatten(example)
     arrays = [
-        jax.make_array_from_callback((*index.shape, *leaf.shape[2:]), sharding, lambda at, i=i: jax.tree.leaves(part(at))[i])
+        jax.make_array_from_callback(
+            (*index.shape, *leaf.shape[2:]), sharding, lambda at, i=i: jax.tree.leaves(part(at))[i]
+        )
         for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(tree, arrays)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rlsvc.core.errors import UserError, unknown_name
 from rlsvc.spec.env import PushTSpec
 
-
 ENVIRONMENTS = {"pusht": PushTSpec}
 
 
@@ -22,5 +21,7 @@ def make_env(spec: PushTSpec):  # noqa: ANN201
 
             return PushT(spec)
     except ImportError as error:
-        raise UserError(f"environment '{spec.name}' needs a package that is not installed ({error}); install rlsvc[sim]") from error
+        raise UserError(
+            f"environment '{spec.name}' needs a package that is not installed ({error}); install rlsvc[sim]"
+        ) from error
     raise unknown_name("environment", spec.name, ENVIRONMENTS)

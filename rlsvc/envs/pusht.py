@@ -1,7 +1,8 @@
 """gym_pusht with the observations and the score of Diffusion Policy (arXiv:2303.04137, section V).
 
 An action is the target position of the agent, [2] float32, pixels, in [0, 512], at 10 Hz. The reward of a step is
-clip(coverage / 0.95, 0, 1); an episode ends when coverage reaches 0.95 (terminated, success) or after max_steps (truncated).
+clip(coverage / 0.95, 0, 1); an episode ends when coverage reaches 0.95 (terminated, success) or after max_steps
+(truncated).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from rlsvc.spec.env import PushTSpec
 
 SIZE = 512.0
 IMAGE = 96
-# Nine points fixed to the block, pixels in its own frame: the medians that the human demonstrations' keypoints have there,
-# which reproduce the recorded ones with a median error of 1.5e-5 pixel.
+# Nine points fixed to the block, pixels in its own frame: the medians that the human demonstrations' keypoints have
+# there, which reproduce the recorded ones with a median error of 1.5e-5 pixel.
 KEYPOINTS = np.array(
     [
         [9.2698, 90.041], [-60.9835, -1.1867], [60.9128, -1.3934], [-0.2705, 25.5436], [-14.0649, 122.8159],
@@ -29,7 +30,10 @@ _POSITION = Feature((2,), "float32", "px", ("agent_x", "agent_y"), (0.0,), (SIZE
 FEATURES: dict[str, dict[str, Feature]] = {
     "keypoints": {"observation.state": _POSITION, "observation.environment_state": Feature((18,), "float32", "px")},
     "pixels": {"observation.image": Feature((IMAGE, IMAGE, 3), "uint8"), "observation.state": _POSITION},
-    "state": {"observation.state": _POSITION, "block_pose": Feature((3,), "float32", "", ("x_px", "y_px", "angle_rad"))},
+    "state": {
+        "observation.state": _POSITION,
+        "block_pose": Feature((3,), "float32", "", ("x", "y", "angle")),
+    },
 }
 ACTION = Feature((2,), "float32", "px", ("x", "y"), (0.0,), (SIZE,))
 
@@ -46,14 +50,16 @@ class PushT(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
 
     def __init__(self, spec: PushTSpec) -> None:
-        self.spec, self.render_mode = spec, "rgb_array"
+        self._spec, self.render_mode = spec, "rgb_array"
         kind = "pixels" if spec.observation == "pixels" else "state"
         self._sim = gym_pusht.PushTEnv(obs_type=kind, visualization_width=256, visualization_height=256)
         spaces = gymnasium.spaces
         self.action_space = spaces.Box(0.0, SIZE, (2,), np.float32)
         self.observation_space = spaces.Dict(
             {
-                key: spaces.Box(0, 255, f.shape, np.uint8) if f.is_image else spaces.Box(-np.inf, np.inf, f.shape, np.float32)
+                key: spaces.Box(0, 255, f.shape, np.uint8)
+                if f.is_image
+                else spaces.Box(-np.inf, np.inf, f.shape, np.float32)
                 for key, f in FEATURES[spec.observation].items()
             }
         )
@@ -61,13 +67,15 @@ class PushT(gymnasium.Env):
 
     def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
         """What the environment gives and takes."""
-        return Contract(dict(FEATURES[self.spec.observation]), ACTION, 10.0, n_obs_steps, action_horizon)
+        return Contract(dict(FEATURES[self._spec.observation]), ACTION, 10.0, n_obs_steps, action_horizon)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Start an episode.
 
-        `options={"state": [agent x, agent y, block x, block y, block angle]}` (px, px, px, px, rad) starts where a recorded
-        episode starts: the block's angle is set before its position, since turning moves it.
+        `options={"state": [agent x, agent y, block x, block y, block angle]}` (px, px, px, px, rad) starts where a
+        recorded episode starts: the block's angle is set before its position, since turning moves it.
         """
         super().reset(seed=seed)
         observation, _ = self._sim.reset(seed=seed)
@@ -86,7 +94,7 @@ class PushT(gymnasium.Env):
         observation, reward, _, _, info = self._sim.step(np.asarray(action, np.float64))
         self._steps += 1
         success = bool(info["coverage"] >= self._sim.success_threshold)
-        truncated = not success and self._steps >= self.spec.max_steps
+        truncated = not success and self._steps >= self._spec.max_steps
         return (self._observation(observation), float(reward), success, truncated,
                 {"coverage": float(info["coverage"]), "is_success": success})  # fmt: skip
 
@@ -97,18 +105,18 @@ class PushT(gymnasium.Env):
 
     def render(self) -> np.ndarray:
         """[256, 256, 3] uint8."""
-        return self._sim.render()
+        return np.asarray(self._sim.render())
 
     def close(self) -> None:
         """Free the simulator."""
         self._sim.close()
 
-    def _observation(self, observation: np.ndarray) -> dict[str, np.ndarray]:
+    def _observation(self, observation: Any) -> dict[str, np.ndarray]:
         state = self.state()
         agent = state[:2].astype(np.float32)
-        if self.spec.observation == "pixels":
+        if self._spec.observation == "pixels":
             return {"observation.image": observation, "observation.state": agent}
-        if self.spec.observation == "state":
+        if self._spec.observation == "state":
             return {"observation.state": agent, "block_pose": state[2:].astype(np.float32)}
         points = keypoints(state[2:4], float(state[4])).reshape(18).astype(np.float32)
         return {"observation.state": agent, "observation.environment_state": points}

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Key
 
 
 def mish(x: Array) -> Array:
-    """x tanh(softplus(x)) (Misra, arXiv:1908.08681)."""
+    """Mish: x tanh(softplus(x)) (Misra, arXiv:1908.08681)."""
     return x * jnp.tanh(jax.nn.softplus(x))
 
 
@@ -56,9 +56,7 @@ class Conv1d(nnx.Module):
     At the widths and horizons of an action U-Net a matrix product is faster than the convolution libraries.
     """
 
-    def __init__(
-        self, c_in: int, c_out: int, k: int, *, stride: int = 1, dtype: DTypeLike, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, c_in: int, c_out: int, k: int, *, stride: int = 1, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         bound = 1 / math.sqrt(c_in * k)
         self.kernel = nnx.Param(_uniform(rngs.params(), (k, c_in, c_out), bound))
         self.bias = nnx.Param(_uniform(rngs.params(), (c_out,), bound))
@@ -130,5 +128,5 @@ class LayerNorm(nnx.Module):
         return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5) * self.scale[...] + self.bias[...]).astype(x.dtype)
 
 
-def _uniform(key: Key[Array, ""], shape: tuple[int, ...], bound: float) -> Float[Array, "..."]:
+def _uniform(key: Key[Array, ""], shape: tuple[int, ...], bound: float) -> Float[Array, " ..."]:
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)

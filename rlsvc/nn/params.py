@@ -12,8 +12,11 @@ from rlsvc.core.errors import BundleError, nearest
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(getattr(part, "key", getattr(part, "idx", getattr(part, "name", part)))) for part in path if
-                    getattr(part, "name", None) != "value")  # fmt: skip
+    return ".".join(
+        str(getattr(part, "key", getattr(part, "idx", getattr(part, "name", part))))
+        for part in path
+        if getattr(part, "name", None) != "value"
+    )
 
 
 def leaf_names(tree: Any) -> list[str]:
@@ -36,7 +39,9 @@ def unflatten_params(flat: Mapping[str, np.ndarray], like: Any) -> Any:
     names = [_name(path) for path, _ in leaves]
     if unexpected := sorted(set(flat) - set(names)):
         guess = nearest(unexpected[0], names)
-        raise BundleError(f"weight '{unexpected[0]}' is not of this policy" + (f" (did you mean '{guess}'?)" if guess else ""))
+        raise BundleError(
+            f"weight '{unexpected[0]}' is not of this policy" + (f" (did you mean '{guess}'?)" if guess else "")
+        )
     out = []
     for name, (_, leaf) in zip(names, leaves, strict=True):
         if name not in flat:

@@ -1,6 +1,6 @@
-"""Transformer decoder over action tokens that attends to the diffusion step and the observations (arXiv:2303.04137, section IV-A).
+"""Transformer decoder over action tokens that attends to diffusion step and observations (arXiv:2303.04137, IV-A).
 
-Letters: B batch, H horizon, A action dimensions, T observation steps, D embedding, E width of one observation's features.
+Letters: B batch, H horizon, A action dimensions, T observation steps, D embedding, E features of an observation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class Attention(nnx.Module):
             return y.reshape(*y.shape[:2], self.heads, y.shape[-1] // self.heads)
 
         y = jax.nn.dot_product_attention(
-            split(self.q(x)), split(self.k(context)), split(self.v(context)), mask=None if mask is None else mask[None, None]
+            split(self.q(x)),
+            split(self.k(context)),
+            split(self.v(context)),
+            mask=None if mask is None else mask[None, None],
         )
         return self.out(y.reshape(x.shape))
 
@@ -69,8 +72,16 @@ class ActionTransformer(nnx.Module):
     """Predicts the denoising target of a noisy chunk."""
 
     def __init__(
-        self, action_dim: int, horizon: int, n_obs_steps: int, obs_dim: int, spec: TransformerSpec, *, dtype: DTypeLike, rngs: nnx.Rngs
-    ) -> None:  # fmt: skip
+        self,
+        action_dim: int,
+        horizon: int,
+        n_obs_steps: int,
+        obs_dim: int,
+        spec: TransformerSpec,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> None:
         d, kw = spec.embed_dim, {"dtype": dtype, "rngs": rngs}
         self.embed_action = Linear(action_dim, d, **kw)
         self.embed_obs = Linear(obs_dim, d, **kw)
@@ -91,7 +102,7 @@ class ActionTransformer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "b h a"],
-        t: Float[Array, "b"],
+        t: Float[Array, " b"],
         obs: Float[Array, "b t e"],
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b h a"]:

@@ -1,7 +1,7 @@
-"""1-D U-Net over an action chunk, conditioned by FiLM (Chi et al., arXiv:2303.04137, section III-B; FiLM arXiv:1709.07871).
+"""1-D U-Net over an action chunk (Chi et al., arXiv:2303.04137, section III-B), conditioned by FiLM (arXiv:1709.07871).
 
-The conditioning of every block is an affine map of the same vector, so all of them are one matrix product. When sampling it
-is done once for all denoising steps, which leaves only the convolutions in the loop.
+The conditioning of every block is an affine map of the same vector, so all of them are one matrix product. When
+sampling it is done once for all denoising steps, which leaves only the convolutions in the loop.
 
 Letters: B batch, H horizon, A action dimensions, C channels, D width of the condition, F all FiLM parameters.
 """
@@ -41,9 +41,7 @@ class ResidualBlock(nnx.Module):
 class UNet1d(nnx.Module):
     """Predicts the denoising target of a noisy chunk."""
 
-    def __init__(
-        self, action_dim: int, cond_dim: int, spec: UNet1dSpec, *, dtype: DTypeLike, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, action_dim: int, cond_dim: int, spec: UNet1dSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         kw = {"dtype": dtype, "rngs": rngs}
         dims = (action_dim, *spec.down_dims)
         pairs = list(pairwise(dims))
@@ -108,7 +106,7 @@ class UNet1d(nnx.Module):
         return self.head(mish(self.last_norm(self.last(x)))).astype(jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "b h a"], t: Float[Array, "b"], cond: Float[Array, "b d"]
+        self, x: Float[Array, "b h a"], t: Float[Array, " b"], cond: Float[Array, "b d"]
     ) -> Float[Array, "b h a"]:
         """`denoise` with `film`, for training."""
         return self.denoise(x, self.film(t, cond))

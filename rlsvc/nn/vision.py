@@ -1,4 +1,4 @@
-"""Image encoder of Diffusion Policy: ResNet-18 (arXiv:1512.03385) with group norm and spatial softmax (arXiv:1504.00702).
+"""Image encoder: ResNet-18 (arXiv:1512.03385) with group norm and spatial softmax (arXiv:1504.00702).
 
 Letters: B batch, H W height and width, C channels, K keypoints.
 """
@@ -63,7 +63,7 @@ class ImageEncoder(nnx.Module):
     def __call__(self, image: Float[Array, "b h w c"]) -> Float[Array, "b f"]:
         """`image`: in [-1, 1]."""
         x = jax.nn.relu(self.stem_norm(self.stem(image)))
-        x = nnx.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        x = nnx.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
         for block in self.blocks:
             x = block(x)
         return self.out(spatial_softmax(self.to_keypoints(x)))
@@ -90,7 +90,7 @@ def augment_window(
 
 
 def _color(image: Float[Array, "b t h w c"], spec: VisionSpec, key: Key[Array, ""]) -> Float[Array, "b t h w c"]:
-    """Brightness, contrast and saturation, each a factor drawn from [1 - x, 1 + x], in that order, on images in [0, 1]."""
+    """Brightness, contrast and saturation, in this order, each by a factor drawn from [1 - x, 1 + x] for each window."""
     if not (spec.brightness or spec.contrast or spec.saturation):
         return image
     shape = (image.shape[0], 1, 1, 1, 1)

@@ -1,7 +1,7 @@
 """What acts: the interface of every policy, and what a call may choose.
 
-A policy is a static object (its specification and contract); its weights are a pytree beside it. Observations and actions
-are normalised here; `rlsvc.runner` maps them to and from the contract's units.
+A policy is a static object (its specification and contract); its weights are a pytree beside it. Observations and
+actions are normalised here; `rlsvc.runner` maps them to and from the contract's units.
 
 Letters: B batch, T observation steps, H executed actions, A action dimensions.
 """
@@ -53,7 +53,7 @@ class Policy(Protocol):
         ...
 
     def act(
-        self, params: Params, observation: dict[str, Array], carry: Carry, keys: Key[Array, "b"], options: ActOptions
+        self, params: Params, observation: dict[str, Array], carry: Carry, keys: Key[Array, " b"], options: ActOptions
     ) -> tuple[Float[Array, "b h a"], Carry, dict[str, Array]]:
         """Normalised actions for normalised observations [B, T, ...]; one key a row, so that rows do not mix."""
         ...

@@ -7,8 +7,8 @@ with the squared-cosine schedule abar (arXiv:2102.09672, eq. 17), where the targ
 Acting denoises with DDIM (arXiv:2010.02502, eq. 12, eta = 0) over evenly spread steps, or with DDPM over all of them.
 Classifier-free guidance (arXiv:2207.12598): eps = eps_null + s (eps_cond - eps_null).
 
-Departures: padded actions have no loss (the paper learns them); with DDIM, eps is made anew from the clipped x_0, and the
-first step is the last one of training, which matters when there are few.
+Departures: padded actions have no loss (the paper learns them); with DDIM, eps is made anew from the clipped x_0, and
+the first step is the last one of training, which matters when there are few.
 
 Letters: B batch, T observation steps, H horizon, A action dimensions, E features of one observation, S denoising steps.
 """
@@ -34,7 +34,7 @@ from rlsvc.policies.api import ActOptions, Metrics, Params
 from rlsvc.spec.diffusion import DiffusionSpec, UNet1dSpec
 
 
-def squared_cosine_alpha_bar(steps: int) -> Float[np.ndarray, "steps"]:
+def squared_cosine_alpha_bar(steps: int) -> Float[np.ndarray, " steps"]:
     """abar_t for t = 0 .. steps - 1, float64; every beta at most 0.999."""
     t = np.arange(steps + 1) / steps
     f = np.cos((t + 0.008) / 1.008 * np.pi / 2) ** 2
@@ -83,7 +83,7 @@ class DiffusionNet(nnx.Module):
         return jnp.concatenate(parts, axis=-1)
 
     def predict(
-        self, x: Float[Array, "b h a"], t: Int[Array, "b"], cond: Float[Array, "b t e"], key: Key[Array, ""] | None
+        self, x: Float[Array, "b h a"], t: Int[Array, " b"], cond: Float[Array, "b t e"], key: Key[Array, ""] | None
     ) -> Float[Array, "b h a"]:
         """The denoising target of noisy chunks. `key`: dropout in training."""
         if isinstance(self.backbone, UNet1d):
@@ -92,7 +92,7 @@ class DiffusionNet(nnx.Module):
 
 
 def diffusion_loss(
-    net: DiffusionNet, batch: Batch, key: Key[Array, ""], alpha_bar: Float[Array, "s"]
+    net: DiffusionNet, batch: Batch, key: Key[Array, ""], alpha_bar: Float[Array, " s"]
 ) -> tuple[Float[Array, ""], Metrics]:
     """Denoising loss of a normalised batch (arXiv:2303.04137, eq. 5)."""
     spec, x0 = net.spec, batch["action"]
@@ -112,8 +112,8 @@ def diffusion_loss(
 def sample(
     net: DiffusionNet,
     observation: dict[str, Array],
-    keys: Key[Array, "b"],
-    alpha_bar: Float[np.ndarray, "s"],
+    keys: Key[Array, " b"],
+    alpha_bar: Float[np.ndarray, " s"],
     steps: int,
     guidance_scale: float,
 ) -> Float[Array, "b h a"]:
@@ -123,9 +123,14 @@ def sample(
     cond = net.encode(observation, None)
     guided = guidance_scale != 1.0
     if guided:
+        assert net.null is not None
         cond = jnp.concatenate([cond, jnp.broadcast_to(net.null[...], cond.shape)])
     ddpm = spec.sampler == "ddpm"
-    ts = np.arange(spec.train_steps)[::-1] if ddpm else np.linspace(spec.train_steps - 1, 0, steps + 1).round().astype(int)[:-1]
+    ts = (
+        np.arange(spec.train_steps)[::-1]
+        if ddpm
+        else np.linspace(spec.train_steps - 1, 0, steps + 1).round().astype(int)[:-1]
+    )
     if steps == 1 and not ddpm:
         ts = np.asarray([spec.train_steps - 1])
     previous = np.append(alpha_bar[ts[1:]], 1.0)
@@ -164,8 +169,15 @@ def sample(
         eps = (x - signal * x0) / noise
         return jnp.sqrt(a_prev) * x0 + jnp.sqrt(1 - a_prev) * eps, None
 
-    inputs = (jnp.arange(len(ts)), jnp.asarray(ts), film, jnp.asarray(alpha_bar[ts], jnp.float32), jnp.asarray(previous, jnp.float32))
-    # On a GPU a few steps are unrolled, so that no loop control stands between the kernels; on a CPU that only costs compile time.
+    inputs = (
+        jnp.arange(len(ts)),
+        jnp.asarray(ts),
+        film,
+        jnp.asarray(alpha_bar[ts], jnp.float32),
+        jnp.asarray(previous, jnp.float32),
+    )
+    # On a GPU a few steps are unrolled, so that no loop control stands between the kernels; on a CPU that only costs
+    # compile time.
     unroll = len(ts) if jax.default_backend() == "gpu" and len(ts) <= 16 else 1
     x, _ = jax.lax.scan(step, x, inputs, unroll=unroll)
     return x
@@ -182,16 +194,20 @@ class DiffusionPolicy:
         """
         for key, feature in contract.observation.items():
             if feature.dtype == TEXT:
-                raise ContractError(f"observation '{key}' is a text, which the diffusion policy does not read; "
-                                    "leave it out of data.observation")  # fmt: skip
+                raise ContractError(
+                    f"observation '{key}' is a text, which the diffusion policy does not read; "
+                    "leave it out of data.observation"
+                )
             crop = spec.vision.crop
             if feature.is_image and crop and (feature.shape[0] < crop[0] or feature.shape[1] < crop[1]):
-                raise ContractError(f"observation '{key}' is {feature.shape[0]}x{feature.shape[1]}, smaller than "
-                                    f"policy.vision.crop = {list(crop)}")  # fmt: skip
+                raise ContractError(
+                    f"observation '{key}' is {feature.shape[0]}x{feature.shape[1]}, smaller than "
+                    f"policy.vision.crop = {list(crop)}"
+                )
         if (contract.n_obs_steps, contract.action_horizon) != (spec.n_obs_steps, spec.n_action_steps):
             raise ContractError(
-                f"contract has n_obs_steps = {contract.n_obs_steps}, action_horizon = {contract.action_horizon}; the policy has "
-                f"n_obs_steps = {spec.n_obs_steps}, n_action_steps = {spec.n_action_steps}"
+                f"contract has n_obs_steps = {contract.n_obs_steps}, action_horizon = {contract.action_horizon}; the policy "
+                f"has n_obs_steps = {spec.n_obs_steps}, n_action_steps = {spec.n_action_steps}"
             )
         self.spec, self.contract, self.dtype = spec, contract, dtype
         self.alpha_bar = squared_cosine_alpha_bar(spec.train_steps)
@@ -217,7 +233,12 @@ class DiffusionPolicy:
         return ()
 
     def act(
-        self, params: Params, observation: dict[str, Array], carry: tuple[()], keys: Key[Array, "b"], options: ActOptions
+        self,
+        params: Params,
+        observation: dict[str, Array],
+        carry: tuple[()],
+        keys: Key[Array, " b"],
+        options: ActOptions,
     ) -> tuple[Float[Array, "b h a"], tuple[()], dict[str, Array]]:
         """The n_action_steps actions from the present on, [B, H, A] normalised.
 

@@ -3,8 +3,8 @@
     rlsvc train experiment=pusht_diffusion algo.learning_rate=3e-4      an experiment that ships, with changes
     rlsvc train my_run.yaml seed=3                                      a file of one's own, or a run's spec.yaml
 
-A file may begin with `defaults: [/experiment: pusht_diffusion]` like the files in rlsvc/configs/experiment. Arithmetic is written
-`${add:1,2}`, `${mul:...}`, `${sub:...}`, `${div:...}`, `${max:...}`, `${min:...}`.
+A file may begin with `defaults: [/experiment: pusht_diffusion]` like the files in rlsvc/configs/experiment. Arithmetic
+is written `${add:1,2}`, `${mul:...}`, `${sub:...}`, `${div:...}`, `${max:...}`, `${min:...}`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import yaml
 from hydra import compose as hydra_compose
@@ -29,7 +29,6 @@ from rlsvc.core.errors import SpecError, nearest, unknown_name
 from rlsvc.spec.run import RunSpec
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-S = TypeVar("S", bound=BaseModel)
 
 _ARITHMETIC: dict[str, Callable[..., float]] = {
     "add": lambda *x: sum(x),
@@ -69,10 +68,14 @@ def compose_dict(words: Sequence[str]) -> dict[str, Any]:
     named = [word.split("=", 1)[1] for word in words if word.startswith("experiment=")]
     if file is not None:
         if named:
-            raise SpecError(f"got both the file {file} and experiment={named[0]}; write the experiment into the file's defaults")
+            raise SpecError(
+                f"got both the file {file} and experiment={named[0]}; write the experiment into the file's defaults"
+            )
         overrides.insert(0, f"+experiment={_store(file)}")
     elif not named:
-        raise SpecError(f"no experiment: name one with experiment=NAME or give a YAML file. There are: {', '.join(experiments())}.")
+        raise SpecError(
+            f"no experiment: name one with experiment=NAME or give a YAML file. There are: {', '.join(experiments())}."
+        )
     elif named[0] not in experiments():
         raise unknown_name("experiment", named[0], experiments())
     GlobalHydra.instance().clear()
@@ -105,7 +108,9 @@ def _store(file: Path) -> str:
     try:
         node = OmegaConf.load(file)
     except FileNotFoundError as error:
-        raise SpecError(f"{file}: no such file. Give a YAML file, or experiment=NAME with one of: {', '.join(experiments())}.") from error
+        raise SpecError(
+            f"{file}: no such file. Give a YAML file, or experiment=NAME with one of: {', '.join(experiments())}."
+        ) from error
     except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise SpecError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from error
     if not OmegaConf.is_dict(node):
@@ -151,7 +156,9 @@ def yaml_places(file: Path) -> dict[tuple[str, ...], str]:
     return places
 
 
-def validate(model: type[S], value: Mapping[str, Any], places: Mapping[tuple[str, ...], str] | None = None) -> S:
+def validate[S: BaseModel](
+    model: type[S], value: Mapping[str, Any], places: Mapping[tuple[str, ...], str] | None = None
+) -> S:
     """Validate plain values.
 
     Args:

@@ -17,7 +17,7 @@ class DatasetSpec(Spec):
     path: str
     """A folder (LeRobot v2.1 or v3.0, a zarr replay buffer), or an .npz file."""
     format: Literal["auto", "lerobot", "zarr", "npz"] = "auto"
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     """Share of the training windows, relative to the other datasets'."""
     tasks: tuple[str, ...] | None = None
     """Only episodes of these tasks; null takes all."""
@@ -34,13 +34,13 @@ class DataSpec(Spec):
     observation: tuple[str, ...] = Field(min_length=1)
     """Feature names that the policy sees, LeRobot's (`observation.state`, `observation.image`, `task`)."""
     action: str = "action"
-    validation_fraction: float = Field(0.02, ge=0, lt=1)
+    validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the episodes whose loss is logged and never trained on."""
-    heldout_fraction: float = Field(0.0, ge=0, lt=1)
+    heldout_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the episodes that neither training nor validation sees."""
     split_seed: int = 42
-    max_train_episodes: int | None = Field(None, ge=1)
-    normalization: dict[str, NormalizationMode] = {}
+    max_train_episodes: int | None = Field(default=None, ge=1)
+    normalization: dict[str, NormalizationMode] = Field(default_factory=dict)
     """By feature name; a feature that is not named takes min_max (images: 0..255 to -1..1)."""
     placement: Literal["auto", "device", "host"] = "auto"
     """Where windows are cut: device keeps the whole dataset in accelerator memory; auto does so when it fits."""

@@ -13,10 +13,10 @@ class UNet1dSpec(Spec):
     """1-D convolutional U-Net over the action horizon, conditioned by FiLM."""
 
     name: Literal["unet1d"] = "unet1d"
-    down_dims: tuple[int, ...] = Field((256, 512, 1024), min_length=1)
-    kernel_size: int = Field(5, ge=1)
-    n_groups: int = Field(8, ge=1)
-    step_embed_dim: int = Field(256, ge=2)
+    down_dims: tuple[int, ...] = Field(default=(256, 512, 1024), min_length=1)
+    kernel_size: int = Field(default=5, ge=1)
+    n_groups: int = Field(default=8, ge=1)
+    step_embed_dim: int = Field(default=256, ge=2)
 
     @model_validator(mode="after")
     def _groups_divide(self) -> Self:
@@ -34,10 +34,10 @@ class TransformerSpec(Spec):
     """Transformer decoder over action tokens that attends to observation tokens (section IV-A of the paper)."""
 
     name: Literal["transformer"] = "transformer"
-    layers: int = Field(8, ge=1)
-    heads: int = Field(4, ge=1)
-    embed_dim: int = Field(256, ge=2)
-    dropout: float = Field(0.3, ge=0, lt=1)
+    layers: int = Field(default=8, ge=1)
+    heads: int = Field(default=4, ge=1)
+    embed_dim: int = Field(default=256, ge=2)
+    dropout: float = Field(default=0.3, ge=0, lt=1)
     causal: bool = True
 
     @model_validator(mode="after")
@@ -52,14 +52,14 @@ class VisionSpec(Spec):
 
     crop: tuple[int, int] | None = (84, 84)
     """Height and width of the crop: random in training, centred otherwise."""
-    keypoints: int = Field(32, ge=1)
+    keypoints: int = Field(default=32, ge=1)
     """Spatial-softmax points; the encoder gives 2 features for each."""
-    width: int = Field(64, ge=8)
+    width: int = Field(default=64, ge=8)
     """Channels of the first stage; 64 is ResNet-18."""
-    brightness: float = Field(0.0, ge=0, le=1)
-    contrast: float = Field(0.0, ge=0, le=1)
-    saturation: float = Field(0.0, ge=0, le=1)
-    shift: int = Field(0, ge=0)
+    brightness: float = Field(default=0.0, ge=0, le=1)
+    contrast: float = Field(default=0.0, ge=0, le=1)
+    saturation: float = Field(default=0.0, ge=0, le=1)
+    shift: int = Field(default=0, ge=0)
     """Largest random shift in pixels, edges repeated (DrQ-v2)."""
 
 
@@ -67,25 +67,25 @@ class DiffusionSpec(Spec):
     """Denoising diffusion over a chunk of actions."""
 
     name: Literal["diffusion"] = "diffusion"
-    n_obs_steps: int = Field(2, ge=1)
-    horizon: int = Field(16, ge=1)
+    n_obs_steps: int = Field(default=2, ge=1)
+    horizon: int = Field(default=16, ge=1)
     """Actions that are denoised together."""
-    n_action_steps: int = Field(8, ge=1)
+    n_action_steps: int = Field(default=8, ge=1)
     """Actions of the horizon that are executed before the next query."""
     backbone: Annotated[UNet1dSpec | TransformerSpec, Field(discriminator="name")] = UNet1dSpec()
     vision: VisionSpec = VisionSpec()
     target: Literal["epsilon", "v"] = "epsilon"
-    train_steps: int = Field(100, ge=1)
+    train_steps: int = Field(default=100, ge=1)
     """Diffusion steps of the training process (squared-cosine schedule, arXiv:2102.09672)."""
-    sample_steps: int = Field(10, ge=1)
+    sample_steps: int = Field(default=10, ge=1)
     """Denoising steps when acting."""
     sampler: Literal["ddim", "ddpm"] = "ddim"
     """ddpm samples with all train_steps and ignores sample_steps."""
-    clip_sample: float = Field(1.0, gt=0)
+    clip_sample: float = Field(default=1.0, gt=0)
     """Denoised actions are clipped to +- this, in normalised units."""
-    condition_dropout: float = Field(0.0, ge=0, lt=1)
+    condition_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of training windows whose observation is replaced by a learned null, for classifier-free guidance."""
-    guidance_scale: float = Field(1.0, ge=0)
+    guidance_scale: float = Field(default=1.0, ge=0)
     """1 is plain conditional sampling; other values need condition_dropout > 0."""
 
     @model_validator(mode="after")
@@ -98,10 +98,14 @@ class DiffusionSpec(Spec):
         if self.sample_steps > self.train_steps:
             raise ValueError(f"sample_steps: got {self.sample_steps}, at most train_steps = {self.train_steps}")
         if self.guidance_scale != 1.0 and self.condition_dropout == 0.0:
-            raise ValueError("guidance_scale: other than 1 needs condition_dropout > 0, or there is no unconditional model")
+            raise ValueError(
+                "guidance_scale: other than 1 needs condition_dropout > 0, or there is no unconditional model"
+            )
         if isinstance(self.backbone, UNet1dSpec):
             factor = 2 ** (len(self.backbone.down_dims) - 1)
             if self.horizon % factor:
-                raise ValueError(f"horizon: got {self.horizon}, the U-Net halves it {len(self.backbone.down_dims) - 1} times, "
-                                 f"so it must be a multiple of {factor}")  # fmt: skip
+                raise ValueError(
+                    f"horizon: got {self.horizon}, the U-Net halves it {len(self.backbone.down_dims) - 1} times, "
+                    f"so it must be a multiple of {factor}"
+                )
         return self

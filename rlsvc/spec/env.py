@@ -14,4 +14,4 @@ class PushTSpec(Spec):
 
     name: Literal["pusht"] = "pusht"
     observation: Literal["keypoints", "pixels", "state"] = "keypoints"
-    max_steps: int = Field(300, ge=1)
+    max_steps: int = Field(default=300, ge=1)

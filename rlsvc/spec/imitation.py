@@ -14,8 +14,8 @@ class ImitationSpec(Spec):
     """Behaviour cloning; the defaults are those of Diffusion Policy (arXiv:2303.04137, CNN, low-dimensional PushT)."""
 
     name: Literal["imitation"] = "imitation"
-    learning_rate: float = Field(1e-4, gt=0)
-    batch_size: int = Field(256, ge=1)
+    learning_rate: float = Field(default=1e-4, gt=0)
+    batch_size: int = Field(default=256, ge=1)
     """Windows in one update, over all ranks together."""
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()

@@ -12,21 +12,21 @@ from rlsvc.spec.base import Spec
 class LearnerSpec(Spec):
     """The learner group: a Ray Train group of `ranks` processes, data parallel."""
 
-    ranks: int = Field(1, ge=1)
-    cpus_per_rank: float = Field(1.0, gt=0)
-    gpus_per_rank: float = Field(0.0, ge=0)
-    updates_per_call: int = Field(50, ge=1)
+    ranks: int = Field(default=1, ge=1)
+    cpus_per_rank: float = Field(default=1.0, gt=0)
+    gpus_per_rank: float = Field(default=0.0, ge=0)
+    updates_per_call: int = Field(default=50, ge=1)
     """K gradient steps in one compiled call."""
-    max_failures: int = Field(2, ge=0)
+    max_failures: int = Field(default=2, ge=0)
     """Restarts of the group from the last checkpoint before the run fails."""
 
 
 class CheckpointSpec(Spec):
     """Training state on disk."""
 
-    interval: int = Field(1000, ge=1)
+    interval: int = Field(default=1000, ge=1)
     """Updates between checkpoints; one is written at the end besides."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     keep_best: bool = True
     """Keeps the checkpoint and bundle of the best evaluation besides."""
 
@@ -34,18 +34,18 @@ class CheckpointSpec(Spec):
 class EvaluationSpec(Spec):
     """Episodes on rollout actors."""
 
-    interval: int | None = Field(1000, ge=1)
+    interval: int | None = Field(default=1000, ge=1)
     """Updates between evaluations; null evaluates only at the end."""
-    episodes: int = Field(50, ge=1)
-    final_episodes: int | None = Field(None, ge=1)
+    episodes: int = Field(default=50, ge=1)
+    final_episodes: int | None = Field(default=None, ge=1)
     """Episodes of the evaluation at the end; null means `episodes`."""
-    workers: int = Field(1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """Rollout actors, one CPU each; they share the episodes."""
-    parallel: int = Field(50, ge=1)
+    parallel: int = Field(default=50, ge=1)
     """Episodes side by side over all workers, which is the policy's batch. The result does not depend on `workers`."""
-    gpus: float = Field(0.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0)
     """GPUs (or a share of one) of the actor that acts for the workers; with --local the run's own device is used."""
-    first_seed: int = Field(100_000, ge=0)
+    first_seed: int = Field(default=100_000, ge=0)
     """Episode i uses first_seed + i."""
     videos: bool = True
     """Video of the best, median and worst episode of the final evaluation."""

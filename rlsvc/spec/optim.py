@@ -14,12 +14,12 @@ class OptimizerSpec(Spec):
 
     name: Literal["adam", "adamw"] = "adamw"
     betas: tuple[float, float] = (0.95, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(1e-6, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=1e-6, ge=0)
     """Decoupled weight decay, AdamW only."""
-    grad_clip: float | None = Field(None, gt=0)
+    grad_clip: float | None = Field(default=None, gt=0)
     """Largest global gradient norm; null does not clip."""
-    accumulation: int = Field(1, ge=1)
+    accumulation: int = Field(default=1, ge=1)
     """Micro-batches that one update averages over; must divide the batch size."""
 
 
@@ -27,14 +27,14 @@ class ScheduleSpec(Spec):
     """Learning rate by update: linear warm-up from 0, then constant or cosine down to `final_fraction`."""
 
     name: Literal["constant", "cosine"] = "cosine"
-    warmup_steps: int = Field(500, ge=0)
-    final_fraction: float = Field(0.0, ge=0, le=1)
-    decay_steps: int | None = Field(None, ge=1)
+    warmup_steps: int = Field(default=500, ge=0)
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    decay_steps: int | None = Field(default=None, ge=1)
     """Updates until `final_fraction`; null means the run's total_steps."""
 
 
 class EmaSpec(Spec):
     """Exponential moving average of the weights: decay = 1 - (1 + step)^-power, between 0 and `max_decay`."""
 
-    power: float = Field(0.75, gt=0, le=1)
-    max_decay: float = Field(0.9999, ge=0, lt=1)
+    power: float = Field(default=0.75, gt=0, le=1)
+    max_decay: float = Field(default=0.9999, ge=0, lt=1)

@@ -20,18 +20,18 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 class RunSpec(Spec):
     """A run: policy, algorithm, data, environment, resources, cadence. Stored with the run, enough to run it again."""
 
-    name: str = Field("run", pattern=NAME)
-    project: str = Field("rlsvc", pattern=NAME)
+    name: str = Field(default="run", pattern=NAME)
+    project: str = Field(default="rlsvc", pattern=NAME)
     group: str | None = None
     root: str = "runs"
     """Runs live in `<root>/<project>/<name>/`."""
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     device: Literal["auto", "cpu", "gpu"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute precision of the nets; weights and optimizer state are fp32."""
     total_steps: int = Field(ge=1)
     """Gradient updates."""
-    log_interval: int = Field(100, ge=1)
+    log_interval: int = Field(default=100, ge=1)
     policy: DiffusionSpec
     algo: ImitationSpec
     data: DataSpec
@@ -48,8 +48,8 @@ class RunSpec(Spec):
     def _consistent(self) -> Self:
         if self.algo.batch_size % (self.learner.ranks * self.algo.optimizer.accumulation):
             raise ValueError(
-                f"algo.batch_size: {self.algo.batch_size} is not a multiple of learner.ranks x algo.optimizer.accumulation = "
-                f"{self.learner.ranks * self.algo.optimizer.accumulation}"
+                f"algo.batch_size: {self.algo.batch_size} is not a multiple of "
+                f"learner.ranks x algo.optimizer.accumulation = {self.learner.ranks * self.algo.optimizer.accumulation}"
             )
         if self.resume and self.overwrite:
             raise ValueError("resume, overwrite: choose one; resume goes on with the run, overwrite deletes it first")

@@ -138,11 +138,11 @@ class AshaSpec(Spec):
     """Asynchronous successive halving (arXiv:1810.05934): the worse trials stop early. Time is gradient updates."""
 
     name: Literal["asha"] = "asha"
-    grace: int = Field(1000, ge=1)
+    grace: int = Field(default=1000, ge=1)
     """Updates that every trial gets."""
-    reduction: float = Field(4, gt=1)
+    reduction: float = Field(default=4, gt=1)
     """Of the trials that reach a rung, one in `reduction` goes on."""
-    max_t: int | None = Field(None, ge=1)
+    max_t: int | None = Field(default=None, ge=1)
     """Updates after which a trial stops in any case; null means the run's total_steps."""
 
 
@@ -163,22 +163,22 @@ class ResourcesSpec(Spec):
 class SweepSpec(Spec):
     """A sweep: trials of one run specification that differ in the keys of `space`."""
 
-    name: str = Field("sweep", pattern=NAME)
+    name: str = Field(default="sweep", pattern=NAME)
     """The sweep lies in `<root>/sweeps/<name>/`, root being the run's."""
     run: tuple[str, ...] = Field(min_length=1)
     """What `rlsvc train` would take: `experiment=...` or a file, then overrides."""
     space: dict[str, Distribution] = Field(min_length=1)
     """Distributions by the dotted key of the RunSpec."""
-    samples: int = Field(1, ge=1)
+    samples: int = Field(default=1, ge=1)
     """Trials, or with a grid runs through the whole grid."""
     metric: str = "eval/max_reward"
     """What is judged: its best value in the course of a trial."""
     mode: Literal["max", "min"] = "max"
     scheduler: Annotated[AshaSpec | FifoSpec, Field(discriminator="name")] = FifoSpec()
-    concurrency: int = Field(1, ge=1)
+    concurrency: int = Field(default=1, ge=1)
     """Trials that run at the same time, if the cluster has room for them."""
     resources: ResourcesSpec = ResourcesSpec()
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of the search; the runs' own seed is `seed` in `run`, or a key of the space."""
 
     @property

@@ -1,10 +1,10 @@
 """PolicyBundle: a trained policy as a folder that can be checked, moved and served.
 
-    bundle.json         schema version, id, policy, precision, contract, normaliser, run, versions, manifest (sha256 of each file)
+    bundle.json         schema version, id, policy, precision, contract, normaliser, run, versions, sha256 of each file
     params.safetensors  weights by name
 
-No pickle anywhere. A bundle is written under a temporary name, synced to disk and renamed, so that a partial one never has
-the final name; reading verifies every byte against the manifest before it is used.
+No pickle anywhere. A bundle is written under a temporary name, synced to disk and renamed, so that a partial one never
+has the final name; reading verifies every byte against the manifest before it is used.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def read_bundle(path: str | Path) -> Bundle:
     """Read and verify a bundle.
 
     Raises:
-        BundleError: not a bundle, another schema version, a file that is missing, changed or not named in the manifest, or
-            statistics that do not fit the contract. The message names the file or key.
+        BundleError: not a bundle, another schema version, a file that is missing, changed or not named in the manifest,
+            or statistics that do not fit the contract. The message names the file or key.
     """
     path = Path(path)
     meta = _read_meta(path)

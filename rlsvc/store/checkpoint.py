@@ -128,6 +128,6 @@ def _full(folder: Path, step: int | None, needed: int | None = None) -> UserErro
     what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
     size = f" of {needed / 2**20:.0f} MiB" if needed else ""
     return UserError(
-        f"disk full: {what}{size} does not fit in {folder} ({free / 2**20:.0f} MiB free). Earlier checkpoints are whole; "
-        "free some space (or lower checkpoint.keep_last) and go on with --resume."
+        f"disk full: {what}{size} does not fit in {folder} ({free / 2**20:.0f} MiB free). Earlier checkpoints are "
+        "whole; free some space (or lower checkpoint.keep_last) and go on with --resume."
     )

@@ -1,7 +1,7 @@
 """Evaluation: episodes from seeds, one policy batch for all of them, intervals, and videos by replaying actions.
 
-The batch that the policy sees is made of the episodes in the order of their seeds, whatever worker steps them, so the result is the
-same for any number of workers.
+The batch that the policy sees is made of the episodes in the order of their seeds, whatever worker steps them, so the
+result is the same for any number of workers.
 
 Letters: E episodes, B batch, T observation steps, H actions of a chunk.
 """
@@ -19,7 +19,7 @@ from rlsvc.core.errors import UserError
 from rlsvc.envs.make import make_env
 from rlsvc.runner import Runner
 from rlsvc.spec.env import PushTSpec
-from rlsvc.train.workers import EpisodeResult, Workers, WorkerLost
+from rlsvc.train.workers import EpisodeResult, WorkerLost, Workers
 
 MAX_RETRIES = 3
 
@@ -67,7 +67,7 @@ class Evaluation:
     def interval(self, metric: str) -> Interval:
         """95 % interval of a metric's mean."""
         scores = self.scores(metric)
-        return share_interval(int(scores.sum()), len(scores)) if metric == "success" else mean_interval(scores)
+        return share_interval(int(scores.sum()), len(scores)) if metric == "success" else mean_interval(scores.tolist())
 
     def metrics(self) -> dict[str, float]:
         """Means with the bounds of their intervals, `<metric>`, `<metric>_low`, `<metric>_high`."""
@@ -110,8 +110,10 @@ def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: i
                 break
             except WorkerLost as lost:
                 if attempt == MAX_RETRIES:
-                    raise UserError(f"evaluation: {lost}, {MAX_RETRIES + 1} times with the seeds {wave[0]} to {wave[-1]}; "
-                                    "see the worker's log above") from lost  # fmt: skip
+                    raise UserError(
+                        f"evaluation: {lost}, {MAX_RETRIES + 1} times with the seeds {wave[0]} to {wave[-1]}; "
+                        "see the worker's log above"
+                    ) from lost
     return Evaluation(episodes)
 
 
@@ -141,7 +143,7 @@ def _wave(runner: Runner, workers: Workers, seeds: list[int]) -> list[EpisodeRes
 
 
 def batch_sizes(parallel: int) -> tuple[int, ...]:
-    """Batch shapes to compile for an evaluation: `parallel`, and for small ones (a CPU's) a quarter of it for when few are left."""
+    """Batch shapes to compile: `parallel`, and where that is small (on a CPU) a quarter of it for when few are left."""
     return tuple(sorted({parallel, max(1, parallel // 4)})) if parallel <= 64 else (parallel,)
 
 

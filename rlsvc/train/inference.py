@@ -42,16 +42,18 @@ class LocalInference:
 class RayInference:
     """LocalInference in an actor of its own, on a GPU (or a share of one) where one is asked for.
 
-    Consumes observation batches, produces action chunks; waits for nobody. When the actor dies, the next call raises and the
-    evaluation with it; the training run is not touched.
+    Consumes observation batches, produces action chunks; waits for nobody. When the actor dies, the next call raises
+    and the evaluation with it; the training run is not touched.
     """
 
-    def __init__(self, batch_sizes: tuple[int, ...], device: str, gpus: float = 0.0, sample_steps: int | None = None) -> None:
+    def __init__(
+        self, batch_sizes: tuple[int, ...], device: str, gpus: float = 0.0, sample_steps: int | None = None
+    ) -> None:
         import ray
 
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
         actor = ray.remote(num_cpus=0, num_gpus=gpus, runtime_env={"env_vars": environment})(LocalInference)
-        self._actor = actor.remote(batch_sizes, device if gpus else "cpu", sample_steps)
+        self._actor: Any = actor.remote(batch_sizes, device if gpus else "cpu", sample_steps)
         self.version = ""
 
     def load(self, path: str | Path) -> Contract:

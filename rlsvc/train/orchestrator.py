@@ -1,8 +1,8 @@
 """The orchestrator: which work is done when. It knows no algorithm, no Ray and no files of a policy.
 
-It hands out numbered work orders, the same for every rank of the learner group, and waits for the result of each. The orders
-follow from the specification and the step alone (`schedule`), so that a run that resumes, or a group that was restarted from a
-checkpoint, goes on where the state is.
+It hands out numbered work orders, the same for every rank of the learner group, and waits for the result of each. The
+orders follow from the specification and the step alone (`schedule`), so that a run that resumes, or a group that was
+restarted from a checkpoint, goes on where the state is.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Order:
     """One piece of work for the learner group.
 
     Attributes:
-        kind: update (num_updates gradient steps of `hook`), validate (loss on the validation windows), export (write the
-            bundle of this step), checkpoint (write the training state), stop.
+        kind: update (num_updates gradient steps of `hook`), validate (loss on the validation windows), export (write
+            the bundle of this step), checkpoint (write the training state), stop.
         step: updates that will be done once the order is.
         hook: of the algorithm, for updates.
         num_updates: K, for updates.
@@ -37,7 +37,7 @@ class Order:
     number: int = -1
 
 
-class GroupRestarted(Exception):
+class GroupRestarted(Exception):  # noqa: N818 - an event that the orchestrator handles, not an error
     """The learner group came back from a checkpoint; `step` is where it is now."""
 
     def __init__(self, step: int) -> None:
@@ -66,7 +66,7 @@ class LearnerGroup(Protocol):
 
 
 def schedule(spec: RunSpec, step: int) -> Iterator[Order]:
-    """The orders from `step` to the end. At one step: validate, export (which is evaluated), checkpoint, in this order."""
+    """The orders from `step` to the end; at one step validate, export (which is evaluated), checkpoint, in this order."""
     total, interval = spec.total_steps, spec.evaluation.interval
     evaluates = spec.env is not None
     while step < total:
@@ -107,8 +107,8 @@ class Listener(Protocol):
 class Orchestrator:
     """Drives a learner group through the schedule.
 
-    Consumes results, produces orders; waits for the group only. When `stop` is set between two orders, the group writes a
-    checkpoint and the run ends early.
+    Consumes results, produces orders; waits for the group only. When `stop` is set between two orders, the group writes
+    a checkpoint and the run ends early.
     """
 
     def __init__(self, spec: RunSpec, group: LearnerGroup, listener: Listener, stop: threading.Event) -> None:
@@ -153,5 +153,3 @@ class Orchestrator:
         mean = {name: sum(count * metrics[name] for count, metrics in self._pending) / total for name in names}
         self._pending.clear()
         self.listener.on_update(step, mean)
-
-

@@ -1,7 +1,7 @@
 """Who steps the simulators: this process, processes beside it, or Ray actors.
 
-A worker steps the episodes of its share in lockstep with the others; the policy acts for all of them in one batch elsewhere
-(rlsvc/train/evaluate.py).
+A worker steps the episodes of its share in lockstep with the others; the policy acts for all of them in one batch
+elsewhere (rlsvc/train/evaluate.py).
 
 Letters: E episodes of a worker, T observation steps, H actions of a chunk, A action dimensions.
 """
@@ -45,7 +45,7 @@ class EpisodeResult:
         return len(self.rewards)
 
 
-class WorkerLost(Exception):
+class WorkerLost(Exception):  # noqa: N818 - an event that the evaluation handles, not an error
     """A worker died or hung; its episodes have to be run again."""
 
 
@@ -73,7 +73,7 @@ class EpisodeWorker:
         return [history.append(env.reset(seed=int(seed))[0]) for env, history, seed in pairs]
 
     def step(self, chunks: dict[int, np.ndarray]) -> dict[int, tuple[dict[str, np.ndarray], bool]]:
-        """Execute chunks [H, A] by episode number, each until its episode ends; window and whether it ended, by number."""
+        """Execute chunks [H, A] by episode number, each until its episode ends; window and whether it ended by number."""
         out = {}
         for i, chunk in chunks.items():
             result, window = self._results[i], None
@@ -183,7 +183,7 @@ class Processes:
 
 
 class RayWorkers:
-    """Workers as Ray actors. One that dies or hangs is replaced, and WorkerLost tells the caller to run the wave again."""
+    """Workers as Ray actors. One that dies or hangs is replaced; WorkerLost tells the caller to run the wave again."""
 
     def __init__(self, spec: PushTSpec, n_obs_steps: int, count: int, cpus: float = 1.0) -> None:
         import ray
@@ -191,13 +191,16 @@ class RayWorkers:
         self.count = count
         self._make = (spec, n_obs_steps)
         self._class = ray.remote(num_cpus=cpus, max_restarts=0)(EpisodeWorker)
-        self._actors = [self._class.remote(*self._make) for _ in range(count)]
+        self._actors: list[Any] = [self._class.remote(*self._make) for _ in range(count)]
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """See Workers."""
         import ray
+        import ray.exceptions
 
-        refs = [getattr(actor, method).remote(*argument) for actor, argument in zip(self._actors, arguments, strict=True)]
+        refs = [
+            getattr(actor, method).remote(*argument) for actor, argument in zip(self._actors, arguments, strict=True)
+        ]
         out, lost = [], []
         for i, ref in enumerate(refs):
             try:
