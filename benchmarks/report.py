@@ -2,8 +2,8 @@
 
     python benchmarks/report.py
 
-Nothing on that page is typed by hand. figures.csv names the figures that the project answers for, each with a target (what must be
-reached) and an aim (what it is after); one that has no result says "not measured yet".
+Nothing on that page is typed by hand. figures.csv names the figures that the project answers for, each with a target
+(what must be reached) and an aim (what it is after); one that has no result says "not measured yet".
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ INTRODUCTION = """\
 
 Written by `make bench-report` from `benchmarks/results/*.json` and `benchmarks/figures.csv`; do not edit this page.
 
-- *value [low, high]*: what was measured and its interval as the script states it: 95 % of the mean or percentile; for the speedups
-  over LeRobot the range of the rounds' medians.
-- *target* must be reached, *aim* is what the project is after. The verdict compares the value, not an end of its interval. A figure
-  that was measured on other hardware than was asked for says so.
-- *peer* and *ratio*: what it was measured beside. The number behind the peer has the row's unit; where that is a ratio it is
-  the peer's time in ms. "Published" peers come from papers; all others ran in the same script on the same machine.
+- *value [low, high]*: what was measured and its interval as the script states it: 95 % of the mean or percentile;
+  for the speedups over LeRobot the range of the rounds' medians.
+- *target* must be reached, *aim* is what the project is after. The verdict compares the value, not an end of its
+  interval. A figure that was measured on other hardware than was asked for says so.
+- *peer* and *ratio*: what it was measured beside. The number behind the peer has the row's unit; where that is a ratio
+  it is the peer's time in ms. "Published" peers come from papers; all others ran in the same script, on one machine.
 - *commit* is the code that was measured; "+changes" means that tracked files differed from it.
 """
 
