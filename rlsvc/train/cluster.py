@@ -15,9 +15,11 @@ def ensure_ray() -> None:
     Raises:
         UserError: Ray is not installed, or nobody answers at RAY_ADDRESS.
     """
-    # Workers keep the GPUs that Ray assigns; without this a process with num_gpus=0 is told that there are none, which is right.
+    # An actor that asks for no GPU sees none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    # Relative paths of a specification (datasets/...) mean the same in the ranks as in the driver.
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     try:
         import ray
     except ImportError as error:
@@ -26,8 +28,9 @@ def ensure_ray() -> None:
         return
     address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=True,
-                 logging_level=logging.WARNING)  # fmt: skip
+        # A Ray of one's own has no dashboard, whose state API Ray Train's cleaner asks for and complains about in the log.
+        own = address is None
+        ray.init(address=address or "local", include_dashboard=False if own else None, log_to_driver=not own, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise UserError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
 

@@ -255,7 +255,7 @@ class RayGroup:
 
 def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):  # noqa: ANN202
     import ray.train
-    from ray.train.data_parallel_trainer import DataParallelTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     from rlsvc.train.jax_backend import JaxBackendConfig
 
