@@ -10,17 +10,25 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from rlsvc import __version__
-from rlsvc.commands import dataset, doctor, jobs, policies, query, serve, sweep, train
+from rlsvc.commands import dataset, demo, doctor, jobs, policies, query, serve, sweep, train
 from rlsvc.core.errors import UserError
 
 USER_ERROR = 2
+EXTRAS = {
+    **dict.fromkeys(("jax", "flax", "optax", "orbax", "safetensors", "pyarrow", "matplotlib", "jaxtyping"), "learn"),
+    **dict.fromkeys(("ray", "mlflow", "fastapi", "uvicorn", "orjson", "prometheus_client"), "cluster"),
+    **dict.fromkeys(("gymnasium", "gym_pusht", "pygame", "av"), "sim"),
+    **dict.fromkeys(("lerobot", "torch", "datasets"), "lerobot"),
+    "zarr": "zarr",
+}
+"""The extra that brings a package, by the name it is imported under."""
 app = typer.Typer(
     help="Train, sweep and serve robot policies on a Ray cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train.train, train.evaluate, sweep.sweep, serve.serve, query.query, doctor.doctor):
+for command in (train.train, train.evaluate, sweep.sweep, serve.serve, query.query, doctor.doctor, demo.demo):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(jobs.submit)
 app.add_typer(jobs.app, name="jobs")
@@ -41,6 +49,12 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)])
     try:
         app()
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        errors.print(f"error: this command needs {error.name}, which is not installed; install rlsvc[{extra}]", style="red", markup=False)
+        sys.exit(USER_ERROR)
     except UserError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(USER_ERROR)

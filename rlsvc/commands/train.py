@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rlsvc.core.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    from rlsvc.spec.run import RunSpec
+    from rlsvc.train.run import RunResult
 
 INTERRUPTED = 130
 
@@ -43,6 +47,26 @@ def train(
         raise UserError("--profile: traces this process; add --local")
     _ask_before_deleting(Path(spec.root) / spec.project / spec.name, spec.overwrite, yes)
 
+    result = run_with_progress(spec, console, local=local, profile=profile)
+    rows = {
+        "run": result.run_dir,
+        "bundle": result.bundle,
+        "registered as": result.registered,
+        "learning curve": result.plot,
+    }
+    rows |= {f"video, {name}": path for name, path in result.videos.items()}
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, str(value), style="default")
+    console.print(table)
+    if result.interrupted:
+        console.print(f"Stopped at step {result.step}. Go on with the same command and --resume.")
+        raise typer.Exit(INTERRUPTED)
+
+
+def run_with_progress(spec: RunSpec, console: Console, *, local: bool = False, profile: Path | None = None) -> RunResult:
+    """`rlsvc.train.run.train` with a progress bar and a line for each evaluation."""
     from rlsvc.train.run import train as run_training
 
     columns = (
@@ -70,22 +94,7 @@ def train(
                     markup=False,
                 )
 
-        result = run_training(spec, local=local, on_metrics=show, profile=profile)
-    rows = {
-        "run": result.run_dir,
-        "bundle": result.bundle,
-        "registered as": result.registered,
-        "learning curve": result.plot,
-    }
-    rows |= {f"video, {name}": path for name, path in result.videos.items()}
-    table = Table(show_header=False, box=None)
-    for name, value in rows.items():
-        if value is not None:
-            table.add_row(name, str(value), style="default")
-    console.print(table)
-    if result.interrupted:
-        console.print(f"Stopped at step {result.step}. Go on with the same command and --resume.")
-        raise typer.Exit(INTERRUPTED)
+        return run_training(spec, local=local, on_metrics=show, profile=profile)
 
 
 def _ask_before_deleting(folder: Path, overwrite: bool, yes: bool) -> None:

@@ -1,0 +1,53 @@
+# `make help` lists the targets. Everything is installed into this folder: uv into .tools when it is missing, packages into .venv.
+SHELL := bash
+.DEFAULT_GOAL := help
+UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
+RUN := $(UV) run --no-sync
+
+.PHONY: help setup demo test test-slow lint format types bench bench-report clean
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+.tools/bin/uv:
+	@python=$$(command -v python3.12 >/dev/null && python3.12 -c "" 2>/dev/null && echo python3.12 || command -v python3 || true); \
+	if [ -z "$$python" ]; then echo "setup: needs uv, or Python 3 to install uv with" >&2; exit 2; fi; \
+	if ! { "$$python" -m venv .tools && .tools/bin/python -m pip install --quiet uv; }; then \
+	  rm -rf .tools; "$$python" -m pip install --quiet --target .tools/lib uv && mkdir -p .tools/bin && ln -sf ../lib/bin/uv .tools/bin/uv; \
+	fi
+
+.venv/.synced: pyproject.toml uv.lock $(filter .tools/bin/uv,$(UV))
+	$(UV) sync --locked --extra all
+	@touch $@
+
+setup: .venv/.synced ## Install everything this project needs into .venv (about 7 GB).
+
+demo: setup ## Train, evaluate, serve and query a small policy on this machine.
+	$(RUN) rlsvc demo
+
+test: setup ## Run the tests that take minutes.
+	$(RUN) pytest -m "not slow and not gpu"
+
+test-slow: setup ## Run the slow tests: learning, sweeps, jobs.
+	$(RUN) pytest -m "slow and not gpu"
+
+lint: setup ## Check format, lint and import layers.
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) lint-imports
+
+format: setup ## Format and mend what can be mended.
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+types: setup ## Check types.
+	$(RUN) pyright
+
+bench: setup ## Measure the served path on this machine (GPU benchmarks: see docs/benchmarks.md).
+	$(RUN) python benchmarks/serving_overhead.py
+
+bench-report: setup ## Write docs/benchmarks.md from benchmarks/results.
+	$(RUN) python benchmarks/report.py
+
+clean: ## Delete the environment and caches, not runs.
+	rm -rf .venv .tools .pytest_cache .ruff_cache
