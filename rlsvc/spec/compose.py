@@ -94,11 +94,13 @@ def _is_file_word(word: str) -> bool:
 
 
 def _override(word: str) -> str:
-    """Group choices as they are; every other key may be added, since RunSpec itself knows which exist."""
+    """Group choices and deletions (`~key`) as they are; any other key may be added, since RunSpec knows which exist."""
     key, separator, _ = word.partition("=")
+    if key.startswith("~"):
+        return word
     if not separator:
         raise SpecError(f"command line: got '{word}', expected key=value")
-    if key.startswith(("+", "~")) or (CONFIGS / key.split("@")[0]).is_dir():
+    if key.startswith("+") or (CONFIGS / key.split("@")[0]).is_dir():
         return f"+{word}" if key == "experiment" else word
     return f"++{word}"
 

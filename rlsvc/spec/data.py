@@ -17,6 +17,7 @@ class DatasetSpec(Spec):
     path: str
     """A folder (LeRobot v2.1 or v3.0, a zarr replay buffer), or an .npz file."""
     format: Literal["auto", "lerobot", "zarr", "npz"] = "auto"
+    """auto looks at what lies there."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the training windows, relative to the other datasets'."""
     tasks: tuple[str, ...] | None = None
@@ -31,15 +32,19 @@ class DataSpec(Spec):
     """The mixture, its splits by episode, and its normalisation."""
 
     datasets: tuple[DatasetSpec, ...] = Field(min_length=1)
+    """One or more; all must have the features below, of the same shape and rate."""
     observation: tuple[str, ...] = Field(min_length=1)
     """Feature names that the policy sees, LeRobot's (`observation.state`, `observation.image`, `task`)."""
     action: str = "action"
+    """Feature name that the policy learns to give."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the episodes whose loss is logged and never trained on."""
     heldout_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the episodes that neither training nor validation sees."""
     split_seed: int = 42
+    """Of the shuffle of episodes before they are split."""
     max_train_episodes: int | None = Field(default=None, ge=1)
+    """At most so many training episodes of each dataset; null takes all."""
     normalization: dict[str, NormalizationMode] = Field(default_factory=dict)
     """By feature name; a feature that is not named takes min_max (images: 0..255 to -1..1)."""
     placement: Literal["auto", "device", "host"] = "auto"

@@ -14,9 +14,13 @@ class UNet1dSpec(Spec):
 
     name: Literal["unet1d"] = "unet1d"
     down_dims: tuple[int, ...] = Field(default=(256, 512, 1024), min_length=1)
+    """Channels of each level; each but the last halves the horizon."""
     kernel_size: int = Field(default=5, ge=1)
+    """Of the convolutions, odd."""
     n_groups: int = Field(default=8, ge=1)
+    """Of the group norms; must divide every one of down_dims."""
     step_embed_dim: int = Field(default=256, ge=2)
+    """Width of the embedding of the diffusion step."""
 
     @model_validator(mode="after")
     def _groups_divide(self) -> Self:
@@ -35,10 +39,15 @@ class TransformerSpec(Spec):
 
     name: Literal["transformer"] = "transformer"
     layers: int = Field(default=8, ge=1)
+    """Decoder blocks."""
     heads: int = Field(default=4, ge=1)
+    """Of the attention."""
     embed_dim: int = Field(default=256, ge=2)
+    """Width of a token."""
     dropout: float = Field(default=0.3, ge=0, lt=1)
+    """In training, of attention and feed-forward outputs."""
     causal: bool = True
+    """Whether an action token sees only itself and those before it."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -57,8 +66,11 @@ class VisionSpec(Spec):
     width: int = Field(default=64, ge=8)
     """Channels of the first stage; 64 is ResNet-18."""
     brightness: float = Field(default=0.0, ge=0, le=1)
+    """Strength of the random change in training; 0 does not change it."""
     contrast: float = Field(default=0.0, ge=0, le=1)
+    """Likewise."""
     saturation: float = Field(default=0.0, ge=0, le=1)
+    """Likewise."""
     shift: int = Field(default=0, ge=0)
     """Largest random shift in pixels, edges repeated (DrQ-v2)."""
 
@@ -68,13 +80,17 @@ class DiffusionSpec(Spec):
 
     name: Literal["diffusion"] = "diffusion"
     n_obs_steps: int = Field(default=2, ge=1)
+    """Observations in a row that the policy sees, the newest included."""
     horizon: int = Field(default=16, ge=1)
     """Actions that are denoised together."""
     n_action_steps: int = Field(default=8, ge=1)
     """Actions of the horizon that are executed before the next query."""
     backbone: Annotated[UNet1dSpec | TransformerSpec, Field(discriminator="name")] = UNet1dSpec()
+    """The net that denoises."""
     vision: VisionSpec = VisionSpec()
+    """Encoder of every image among the observations; without images not used."""
     target: Literal["epsilon", "v"] = "epsilon"
+    """What the net predicts: the noise, or v (arXiv:2202.00512)."""
     train_steps: int = Field(default=100, ge=1)
     """Diffusion steps of the training process (squared-cosine schedule, arXiv:2102.09672)."""
     sample_steps: int = Field(default=10, ge=1)

@@ -14,4 +14,6 @@ class PushTSpec(Spec):
 
     name: Literal["pusht"] = "pusht"
     observation: Literal["keypoints", "pixels", "state"] = "keypoints"
+    """keypoints: agent and 9 points of the block; pixels: a 96x96 camera and the agent; state: agent and block pose."""
     max_steps: int = Field(default=300, ge=1)
+    """Control steps (10 Hz) after which an episode is cut off."""

@@ -15,9 +15,12 @@ class ImitationSpec(Spec):
 
     name: Literal["imitation"] = "imitation"
     learning_rate: float = Field(default=1e-4, gt=0)
+    """At the top of the schedule."""
     batch_size: int = Field(default=256, ge=1)
     """Windows in one update, over all ranks together."""
     optimizer: OptimizerSpec = OptimizerSpec()
+    """Adam or AdamW."""
     schedule: ScheduleSpec = ScheduleSpec()
+    """Of the learning rate."""
     ema: EmaSpec | None = EmaSpec()
     """null trains and acts with the raw weights."""

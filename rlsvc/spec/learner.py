@@ -13,8 +13,11 @@ class LearnerSpec(Spec):
     """The learner group: a Ray Train group of `ranks` processes, data parallel."""
 
     ranks: int = Field(default=1, ge=1)
+    """Processes; every one holds the weights and takes a share of each batch."""
     cpus_per_rank: float = Field(default=1.0, gt=0)
+    """That Ray holds for a rank."""
     gpus_per_rank: float = Field(default=0.0, ge=0)
+    """Likewise; 0 learns on the CPU."""
     updates_per_call: int = Field(default=50, ge=1)
     """K gradient steps in one compiled call."""
     max_failures: int = Field(default=2, ge=0)
@@ -27,6 +30,7 @@ class CheckpointSpec(Spec):
     interval: int = Field(default=1000, ge=1)
     """Updates between checkpoints; one is written at the end besides."""
     keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints and bundles that are kept."""
     keep_best: bool = True
     """Keeps the checkpoint and bundle of the best evaluation besides."""
 
@@ -37,6 +41,7 @@ class EvaluationSpec(Spec):
     interval: int | None = Field(default=1000, ge=1)
     """Updates between evaluations; null evaluates only at the end."""
     episodes: int = Field(default=50, ge=1)
+    """Of an evaluation in mid-run, one seed each."""
     final_episodes: int | None = Field(default=None, ge=1)
     """Episodes of the evaluation at the end; null means `episodes`."""
     workers: int = Field(default=1, ge=1)

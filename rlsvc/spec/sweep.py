@@ -20,6 +20,7 @@ class Uniform(Spec):
     """A float in [low, high)."""
 
     uniform: tuple[float, float]
+    """Low and high, the high one excluded."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -39,6 +40,7 @@ class LogUniform(Spec):
     """A float in [low, high) whose logarithm is uniform."""
 
     loguniform: tuple[float, float]
+    """Low and high, the high one excluded."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -60,6 +62,7 @@ class RandInt(Spec):
     """An integer in [low, high), as in numpy and Ray Tune."""
 
     randint: tuple[int, int]
+    """Low and high, the high one excluded."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -79,6 +82,7 @@ class Choice(Spec):
     """One of these values, each as likely; a value may be a whole section (`{name: transformer, layers: 4}`)."""
 
     choice: tuple[Any, ...] = Field(min_length=1)
+    """The values."""
 
     def sample(self, rng: random.Random) -> Any:
         """One value."""
@@ -93,6 +97,7 @@ class Grid(Spec):
     """Every one of these values: `samples` counts runs through the whole grid."""
 
     grid: tuple[Any, ...] = Field(min_length=1)
+    """The values."""
 
     def sample(self, rng: random.Random) -> Any:
         """One value."""
@@ -156,6 +161,7 @@ class ResourcesSpec(Spec):
     """What one trial holds."""
 
     cpu: float = Field(default=1.0, gt=0)
+    """Of one trial."""
     gpu: float = Field(default=0.0, ge=0)
     """A fraction lets several trials share one GPU."""
 
@@ -174,10 +180,13 @@ class SweepSpec(Spec):
     metric: str = "eval/max_reward"
     """What is judged: its best value in the course of a trial."""
     mode: Literal["max", "min"] = "max"
+    """Whether a higher or a lower metric is better."""
     scheduler: Annotated[AshaSpec | FifoSpec, Field(discriminator="name")] = FifoSpec()
+    """Whether weak trials are ended early."""
     concurrency: int = Field(default=1, ge=1)
     """Trials that run at the same time, if the cluster has room for them."""
     resources: ResourcesSpec = ResourcesSpec()
+    """What one trial holds; see below."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Of the search; the runs' own seed is `seed` in `run`, or a key of the space."""
 
