@@ -90,7 +90,7 @@ def augment_window(
 
 
 def _color(image: Float[Array, "b t h w c"], spec: VisionSpec, key: Key[Array, ""]) -> Float[Array, "b t h w c"]:
-    """Brightness, contrast and saturation, in this order, each by a factor drawn from [1 - x, 1 + x] for each window."""
+    """Brightness, contrast and saturation, in this order, each by a factor in [1 - x, 1 + x] drawn for each window."""
     if not (spec.brightness or spec.contrast or spec.saturation):
         return image
     shape = (image.shape[0], 1, 1, 1, 1)

@@ -206,8 +206,8 @@ class DiffusionPolicy:
                 )
         if (contract.n_obs_steps, contract.action_horizon) != (spec.n_obs_steps, spec.n_action_steps):
             raise ContractError(
-                f"contract has n_obs_steps = {contract.n_obs_steps}, action_horizon = {contract.action_horizon}; the policy "
-                f"has n_obs_steps = {spec.n_obs_steps}, n_action_steps = {spec.n_action_steps}"
+                f"contract has n_obs_steps = {contract.n_obs_steps}, action_horizon = {contract.action_horizon}; "
+                f"the policy has n_obs_steps = {spec.n_obs_steps}, n_action_steps = {spec.n_action_steps}"
             )
         self.spec, self.contract, self.dtype = spec, contract, dtype
         self.alpha_bar = squared_cosine_alpha_bar(spec.train_steps)

@@ -84,9 +84,15 @@ def compose_dict(words: Sequence[str]) -> dict[str, Any]:
             config = hydra_compose("config", overrides=overrides)
         value = OmegaConf.to_container(config, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise SpecError(f"{file or 'command line'}: {str(error).strip().splitlines()[0]}") from error
+        raise SpecError(f"{file or 'command line'}: {_reason(error)}") from error
     assert isinstance(value, dict)
     return {str(key): item for key, item in value.items()}
+
+
+def _reason(error: Exception) -> str:
+    """Hydra's message on one line, without its list of search paths and links."""
+    lines = [line.strip() for line in str(error).split("\nSee ")[0].strip().splitlines()[:2]]
+    return " ".join(line for line in lines if line).replace("'++", "'")
 
 
 def _is_file_word(word: str) -> bool:
@@ -117,9 +123,20 @@ def _store(file: Path) -> str:
         raise SpecError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from error
     if not OmegaConf.is_dict(node):
         raise SpecError(f"{file}: expected a mapping of keys to values")
+    if OmegaConf.is_list(node.get("defaults")):
+        node["defaults"] = [_by_name(entry) for entry in node["defaults"]]
     name = f"file_{file.stem}"
     ConfigStore.instance().store(name=name, group="experiment", package="_global_", node=node)
     return name
+
+
+def _by_name(entry: Any) -> Any:
+    """`/experiment: NAME` in a defaults list as NAME: the file joins that group, whose members go by name alone."""
+    if OmegaConf.is_dict(entry) and list(entry) in (["/experiment"], ["experiment"]):
+        entry = next(iter(entry.values()))
+    if isinstance(entry, str) and entry not in ("_self_", *experiments()):
+        raise unknown_name("experiment", entry, experiments())
+    return entry
 
 
 def _places(words: Sequence[str]) -> dict[tuple[str, ...], str]:

@@ -60,7 +60,7 @@ class RayInference:
         """See LocalInference."""
         import ray
 
-        self.contract = ray.get(self._actor.load.remote(str(path)))
+        self.contract: Contract = ray.get(self._actor.load.remote(str(path)))  # pyright: ignore[reportAttributeAccessIssue]
         return self.contract
 
     def act(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> ActionChunk:

@@ -66,7 +66,7 @@ class LearnerGroup(Protocol):
 
 
 def schedule(spec: RunSpec, step: int) -> Iterator[Order]:
-    """The orders from `step` to the end; at one step validate, export (which is evaluated), checkpoint, in this order."""
+    """Orders from `step` to the end; at one step validate, export (which is evaluated), checkpoint, in this order."""
     total, interval = spec.total_steps, spec.evaluation.interval
     evaluates = spec.env is not None
     while step < total:

@@ -73,7 +73,7 @@ class EpisodeWorker:
         return [history.append(env.reset(seed=int(seed))[0]) for env, history, seed in pairs]
 
     def step(self, chunks: dict[int, np.ndarray]) -> dict[int, tuple[dict[str, np.ndarray], bool]]:
-        """Execute chunks [H, A] by episode number, each until its episode ends; window and whether it ended by number."""
+        """Execute chunks [H, A] by episode number, until their episodes end; window and whether it ended by number."""
         out = {}
         for i, chunk in chunks.items():
             result, window = self._results[i], None
