@@ -31,7 +31,7 @@ a wrong type or a value out of range ends with the place, what was got and the n
 specification.
 
 - A section is merged key by key. To put another kind in its place, delete it first:
-  `~policy.backbone 'policy.backbone={name: transformer}'` (a search space replaces a section whole).
+  `'~policy.backbone' 'policy.backbone={name: transformer}'` (a search space replaces a section whole).
 - An element of a list is named by its number: `data.datasets.0.path=...`.
 - Values may be computed: `${add:1,2}`, `${sub:5,2}`, `${mul:2,3}`, `${div:7,2}`, `${max:1,2}`, `${min:1,2}`;
   `${algo.batch_size}` refers to another key.
