@@ -164,10 +164,12 @@ class Normalizer:
         if key not in self._center:
             raise BundleError(f"normaliser has no statistics for '{key}'; it has: {', '.join(self._center)}")
         center, scale = self._center[key], self._scale[key]
+        between = (1,) * (x.ndim - center.ndim)
         if isinstance(group, int):
-            return center[group], scale[group]
+            shape = (*between, *center.shape[1:])
+            return center[group].reshape(shape), scale[group].reshape(shape)
         xp = group.__array_namespace__()
-        shape = (group.shape[0], *([1] * (x.ndim - center.ndim)), *center.shape[1:])
+        shape = (group.shape[0], *between, *center.shape[1:])
         return (
             xp.take(xp.asarray(center), group, axis=0).reshape(shape),
             xp.take(xp.asarray(scale), group, axis=0).reshape(shape),

@@ -123,8 +123,9 @@ class Windows:
         xp = np if self.on_host else jnp
         anchor, start, end = (x[index][..., None] for x in (self.anchor, self.start, self.end))
         first = 1 - self.n_obs_steps
-        rows = xp.clip(anchor + xp.arange(first, 1), start, end - 1)
-        steps = anchor + xp.arange(first, first + self.horizon)
+        lead = (1,) * (anchor.ndim - 1)
+        steps = anchor + xp.arange(first, first + self.horizon).reshape(*lead, self.horizon)
+        rows = xp.clip(anchor + xp.arange(first, 1).reshape(*lead, self.n_obs_steps), start, end - 1)
         return {
             "observation": {key: self.columns[key][rows] for key in self.observation},
             "action": self.columns[self.action][xp.clip(steps, start, end - 1)],

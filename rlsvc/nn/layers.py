@@ -19,11 +19,16 @@ def mish(x: Array) -> Array:
     return x * jnp.tanh(jax.nn.softplus(x))
 
 
+def along_last(v: Float[Array, "c"], x: Array) -> Array:
+    """A vector over the last axis of x, with x's number of axes: broadcasting is written out, so that none happens unseen."""
+    return v.reshape((1,) * (x.ndim - 1) + v.shape)
+
+
 def sinusoidal(t: Float[Array, "*n"], dim: int) -> Float[Array, "*n dim"]:
     """Sine and cosine features of a position, wavelengths from 2 pi to 2 pi 10^4 (Vaswani et al., arXiv:1706.03762)."""
     half = dim // 2
     frequencies = jnp.exp(-math.log(10_000.0) * jnp.arange(half) / max(half - 1, 1))
-    angle = t[..., None] * frequencies
+    angle = t[..., None] * frequencies.reshape((1,) * t.ndim + (half,))
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
@@ -47,7 +52,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*b d_in"]) -> Float[Array, "*b d_out"]:
         """Apply in the compute dtype."""
         y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
-        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+        return y if self.bias is None else y + along_last(self.bias[...].astype(self.dtype), y)
 
 
 class Conv1d(nnx.Module):
@@ -71,7 +76,7 @@ class Conv1d(nnx.Module):
             t = x.shape[1]
             padded = jnp.pad(x, ((0, 0), (k // 2, k // 2), (0, 0)))
             x = jnp.concatenate([padded[:, i : i + t : self.stride] for i in range(k)], axis=-1)
-        return x @ kernel.reshape(k * c_in, c_out) + self.bias[...].astype(self.dtype)
+        return x @ kernel.reshape(k * c_in, c_out) + along_last(self.bias[...].astype(self.dtype), x)
 
 
 class Upsample1d(nnx.Module):
@@ -92,7 +97,7 @@ class Upsample1d(nnx.Module):
         after = jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
         even = x @ kernel[1] + before @ kernel[3]
         odd = x @ kernel[2] + after @ kernel[0]
-        return jnp.stack([even, odd], axis=2).reshape(b, 2 * t, c) + self.bias[...].astype(self.dtype)
+        return jnp.stack([even, odd], axis=2).reshape(b, 2 * t, c) + along_last(self.bias[...].astype(self.dtype), x)
 
 
 class GroupNorm(nnx.Module):
@@ -110,7 +115,7 @@ class GroupNorm(nnx.Module):
         mean = grouped.mean(axes, keepdims=True)
         variance = jnp.maximum((grouped * grouped).mean(axes, keepdims=True) - mean * mean, 0.0)
         normal = ((grouped - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(x.shape)
-        return (normal * self.scale[...] + self.bias[...]).astype(x.dtype)
+        return (normal * along_last(self.scale[...], x) + along_last(self.bias[...], x)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -125,8 +130,14 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         mean = wide.mean(-1, keepdims=True)
         variance = ((wide - mean) ** 2).mean(-1, keepdims=True)
-        return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5) * self.scale[...] + self.bias[...]).astype(x.dtype)
+        normal = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
+        return (normal * along_last(self.scale[...], x) + along_last(self.bias[...], x)).astype(x.dtype)
 
 
 def _uniform(key: Key[Array, ""], shape: tuple[int, ...], bound: float) -> Float[Array, " ..."]:
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+def _last(v: Float[Array, " c"], x: Array) -> Array:
+    """`v` along the last axis of arrays like `x`, so that no broadcast over axes is left unsaid."""
+    return v.reshape((1,) * (x.ndim - 1) + v.shape)

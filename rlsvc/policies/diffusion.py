@@ -100,7 +100,7 @@ def diffusion_loss(
     cond = net.encode(batch["observation"], augment_key)
     if net.null is not None:
         dropped = jax.random.bernoulli(drop_key, spec.condition_dropout, (x0.shape[0], 1, 1))
-        cond = jnp.where(dropped, net.null[...], cond)
+        cond = jnp.where(dropped, net.null[...][None], cond)
     t = jax.random.randint(t_key, (x0.shape[0],), 0, spec.train_steps)
     eps = jax.random.normal(noise_key, x0.shape)
     signal, noise = jnp.sqrt(alpha_bar[t])[:, None, None], jnp.sqrt(1 - alpha_bar[t])[:, None, None]
@@ -124,7 +124,7 @@ def sample(
     guided = guidance_scale != 1.0
     if guided:
         assert net.null is not None
-        cond = jnp.concatenate([cond, jnp.broadcast_to(net.null[...], cond.shape)])
+        cond = jnp.concatenate([cond, jnp.broadcast_to(net.null[...][None], cond.shape)])
     ddpm = spec.sampler == "ddpm"
     ts = (
         np.arange(spec.train_steps)[::-1]
@@ -140,7 +140,7 @@ def sample(
     if isinstance(net.backbone, UNet1d):
         flat = cond.reshape(cond.shape[0], cond.shape[1] * cond.shape[2])
         grid = (len(ts), *flat.shape)
-        film = net.backbone.film(jnp.broadcast_to(jnp.asarray(ts)[:, None], grid[:2]), jnp.broadcast_to(flat, grid))
+        film = net.backbone.film(jnp.broadcast_to(jnp.asarray(ts)[:, None], grid[:2]), jnp.broadcast_to(flat[None], grid))
     else:
         film = jnp.zeros((len(ts), 0))
 
