@@ -2,7 +2,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
-RUN := $(UV) run --no-sync
+BIN := .venv/bin
 
 .PHONY: help setup demo test test-slow lint format types bench bench-report clean
 
@@ -23,31 +23,31 @@ help: ## List the targets.
 setup: .venv/.synced ## Install everything this project needs into .venv (about 7 GB).
 
 demo: setup ## Train, evaluate, serve and query a small policy on this machine.
-	$(RUN) rlsvc demo
+	$(BIN)/rlsvc demo
 
 test: setup ## Run the tests that take minutes.
-	$(RUN) pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu"
 
 test-slow: setup ## Run the slow tests: learning, sweeps, jobs.
-	$(RUN) pytest -m "slow and not gpu"
+	$(BIN)/pytest -m "slow and not gpu"
 
 lint: setup ## Check format, lint and import layers.
-	$(RUN) ruff format --check .
-	$(RUN) ruff check .
-	$(RUN) lint-imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 
 format: setup ## Format and mend what can be mended.
-	$(RUN) ruff format .
-	$(RUN) ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 types: setup ## Check types.
-	$(RUN) pyright
+	$(BIN)/pyright
 
 bench: setup ## Measure the served path on this machine (GPU benchmarks: see docs/benchmarks.md).
-	$(RUN) python benchmarks/serving_overhead.py
+	$(BIN)/python benchmarks/serving_overhead.py
 
 bench-report: setup ## Write docs/benchmarks.md from benchmarks/results.
-	$(RUN) python benchmarks/report.py
+	$(BIN)/python benchmarks/report.py
 
 clean: ## Delete the environment and caches, not runs.
 	rm -rf .venv .tools .pytest_cache .ruff_cache

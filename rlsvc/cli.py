@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import typer
@@ -45,6 +46,8 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Entry point of the console script."""
+    # Under `uv run` Ray would start every worker with uv again, in a copy of the environment; the workers share this one.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     errors = Console(stderr=True)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)])
     try:

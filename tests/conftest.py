@@ -14,6 +14,8 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -166,8 +166,9 @@ class Normalizer:
         center, scale = self._center[key], self._scale[key]
         between = (1,) * (x.ndim - center.ndim)
         if isinstance(group, int):
-            shape = (*between, *center.shape[1:])
-            return center[group].reshape(shape), scale[group].reshape(shape)
+            # As many axes as x: broadcasting is written out.
+            lead = (1,) * (x.ndim - center.ndim + 1)
+            return center[group].reshape(lead + center.shape[1:]), scale[group].reshape(lead + scale.shape[1:])
         xp = group.__array_namespace__()
         shape = (group.shape[0], *between, *center.shape[1:])
         return (

@@ -97,7 +97,7 @@ class ActionTransformer(nnx.Module):
         if not self.spec.causal:
             return None, None
         step = jnp.arange(h)[:, None]
-        return step >= jnp.arange(h), step >= jnp.arange(s) - 1
+        return step >= jnp.arange(h)[None], step >= jnp.arange(s)[None] - 1
 
     def __call__(
         self,

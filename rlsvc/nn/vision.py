@@ -84,7 +84,7 @@ def augment_window(
     if pad:
         image = jnp.pad(image, ((0, 0), (0, 0), (pad, pad), (pad, pad), (0, 0)), mode="edge")
     limits = jnp.asarray([room[0] + 2 * pad + 1, room[1] + 2 * pad + 1])
-    corner = jax.random.randint(place_key, (b, 2), 0, limits)
+    corner = jax.random.randint(place_key, (b, 2), 0, jnp.broadcast_to(limits, (b, 2)))
     cut = jax.vmap(lambda x, at: jax.lax.dynamic_slice(x, (0, at[0], at[1], 0), (x.shape[0], *crop, x.shape[-1])))
     return _color(cut(image, corner), spec, color_key)
 

@@ -1,0 +1,31 @@
+"""A run that takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlsvc.spec.compose import compose
+from rlsvc.spec.run import RunSpec
+
+MakeSpec = Callable[..., RunSpec]
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> MakeSpec:
+    """A tiny PushT run on the shipped demonstrations under `tmp_path`; takes overrides."""
+    monkeypatch.chdir(root)
+
+    def make(*overrides: str) -> RunSpec:
+        words = [
+            "experiment=pusht_demo", f"root={tmp_path}", "name=tiny", "total_steps=8", "log_interval=4",
+            "learner.updates_per_call=4", "learner.cpus_per_rank=0.5", "checkpoint.interval=4", "algo.batch_size=8",
+            "policy.backbone.down_dims=[8,8]", "policy.backbone.step_embed_dim=8", "policy.sample_steps=2",
+            "data.max_train_episodes=4", "evaluation.interval=null", "evaluation.episodes=2", "evaluation.parallel=2",
+            "evaluation.videos=false", "env.max_steps=16", "tracking.trackers=[]",
+        ]  # fmt: skip
+        return compose([*words, *overrides])
+
+    return make
