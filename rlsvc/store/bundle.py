@@ -100,7 +100,11 @@ def write_bundle(
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             path.rename(old)
-            partial.rename(path)
+            try:
+                partial.rename(path)
+            except BaseException:
+                old.rename(path)
+                raise
             shutil.rmtree(old)
         else:
             partial.rename(path)

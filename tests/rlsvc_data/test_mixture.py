@@ -101,12 +101,12 @@ def test_datasets_of_other_widths_are_refused_by_feature_and_source(sample, tmp_
     path = sample("pusht/pusht_first3.npz")
     arrays = dict(np.load(path))
     other = tmp_path / "other.npz"
+    # Three actions are no PushT recording any more, so the state keeps its five numbers.
     arrays["action"] = np.concatenate([arrays["action"], arrays["action"][:, :1]], axis=1)
     np.savez(other, **arrays, fps=10.0)
-    with pytest.raises(
-        DatasetError, match=r"'action' is float32 \(3,\) in .*other\.npz and float32 \(2,\) in .*first3"
-    ):
-        load(data(path, other))
+    message = r"'observation\.state' is float32 \(5,\) in .*other\.npz and float32 \(2,\) in .*first3"
+    with pytest.raises(DatasetError, match=message):
+        load(data(path, other, observation=["observation.state"]))
 
 
 def test_a_mode_under_the_datasets_own_action_name_is_refused(sample):
