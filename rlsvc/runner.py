@@ -69,6 +69,14 @@ class BaselineRunner:
         """Nothing is compiled."""
 
 
+COMPILED = ("contract", "policy", "precision", "normalizer")
+"""Parts of a bundle that are compiled in, and so cannot be replaced with the weights."""
+
+
+def _compiled(bundle: Bundle, name: str) -> object:
+    return bundle.normalizer.to_json() if name == "normalizer" else getattr(bundle, name)
+
+
 class PolicyRunner:
     """A JAX policy at fixed batch sizes; a smaller batch is padded, a larger one split."""
 
@@ -101,6 +109,7 @@ class PolicyRunner:
 
         setup_jax(device)
         self.contract, self.version, self.name = bundle.contract, bundle.id, str(bundle.policy["name"])
+        self._compiled = {name: _compiled(bundle, name) for name in COMPILED}
         self.batch_sizes = tuple(sorted(batch_sizes))
         policy = make_policy(bundle.policy, bundle.contract, bundle.precision)
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
@@ -108,7 +117,7 @@ class PolicyRunner:
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
         self._params = jax.device_put(unflatten_params(bundle.params, self._like))
 
-        def act(params, observation, seeds, steps):  # noqa: ANN001
+        def act(params, observation, seeds, steps):
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
             normal = {key: normalizer.normalize(key, x, which) for key, x in observation.items()}
             action, _, _ = policy.act(params, normal, policy.initial_carry(seeds.shape[0]), keys, options)
@@ -120,14 +129,16 @@ class PolicyRunner:
         """Act with another bundle of the same policy from now on, without compiling again.
 
         Raises:
-            BundleError: weights or contract are those of another policy.
+            BundleError: weights, contract, normaliser or specification are those of another policy.
         """
         import jax
 
         from rlsvc.nn.params import unflatten_params
 
-        if bundle.contract != self.contract:
-            raise BundleError(f"bundle {bundle.path}: its contract is not that of {self.version[:12]}; load it anew")
+        for name in COMPILED:
+            if _compiled(bundle, name) != self._compiled[name]:
+                what = "normaliser" if name == "normalizer" else name
+                raise BundleError(f"bundle {bundle.path}: its {what} is not that of {self.version[:12]}; load it anew")
         self._params = jax.device_put(unflatten_params(bundle.params, self._like))
         self.version = bundle.id
 

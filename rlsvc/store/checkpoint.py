@@ -63,7 +63,8 @@ def save(folder: Path, step: int, state: Any, meta: Mapping[str, Any]) -> Path:
             writer.save((partial / STATE).absolute(), arrays)
         if first:
             with (partial / META).open("w") as stream:
-                json.dump({"schema_version": SCHEMA_VERSION, "step": step, **meta}, stream)
+                shapes = {name: list(leaf.shape) for name, leaf in arrays.items()}
+                json.dump({"schema_version": SCHEMA_VERSION, "step": step, "shapes": shapes, **meta}, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
             shutil.rmtree(final, ignore_errors=True)
@@ -91,19 +92,32 @@ def load(folder: Path, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
     path = folder / str(step)
     try:
         meta = json.loads((path / META).read_text())
+        _check_shapes(path, dict(meta["shapes"]), like)
         wanted = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
             for name, leaf in zip(leaf_names(like), jax.tree.leaves(like), strict=True)
         }
         with ocp.StandardCheckpointer() as reader:
             arrays = reader.restore((path / STATE).absolute(), wanted)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"checkpoint {path} cannot be read ({reason}). It is damaged or of another policy or optimizer; "
-            "delete this folder to resume from the one before it."
+            f"checkpoint {path} cannot be read ({reason}). It is damaged; delete this folder to resume from the one "
+            "before it."
         ) from error
     return unflatten_params(arrays, like), meta
+
+
+def _check_shapes(path: Path, found: Mapping[str, list[int]], like: Any) -> None:
+    wanted = dict(zip(leaf_names(like), (list(leaf.shape) for leaf in jax.tree.leaves(like)), strict=True))
+    for name in sorted(wanted.keys() | found.keys()):
+        if found.get(name) != wanted.get(name):
+            raise UserError(
+                f"checkpoint {path} is of another policy or optimizer: '{name}' has shape {found.get(name)} there and "
+                f"{wanted.get(name)} in this run. Resume with the run's own values, or start a new run."
+            )
 
 
 def prune(folder: Path, keep_last: int, keep: set[int]) -> None:

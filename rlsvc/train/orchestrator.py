@@ -119,23 +119,21 @@ class Orchestrator:
     def run(self) -> int:
         """Carry out the schedule; the step reached."""
         step = self.group.start()
-        orders = schedule(self.spec, step)
+        orders, stopping = schedule(self.spec, step), False
         while True:
-            if self.stop.is_set():
-                self._do(Order("checkpoint", step))
-                break
-            order = next(orders, None)
-            if order is None:
-                break
+            if self.stop.is_set() and not stopping:
+                orders, stopping = iter([Order("checkpoint", step)]), True
+            order = next(orders, Order("stop", step))
             try:
                 self._do(order)
-                step = order.step
             except GroupRestarted as restarted:
                 step = restarted.step
-                orders = schedule(self.spec, step)
+                orders, stopping = schedule(self.spec, step), False
                 self._pending.clear()
-        self._do(Order("stop", step))
-        return step
+                continue
+            if order.kind == "stop":
+                return step
+            step = order.step
 
     def _do(self, order: Order) -> None:
         result = self.group.execute(replace(order, number=self._number))
@@ -144,7 +142,7 @@ class Orchestrator:
             self._pending.append((order.num_updates, result))
             if order.step % self.spec.log_interval == 0 or order.step == self.spec.total_steps:
                 self._log(order.step)
-        else:
+        elif order.kind != "stop":
             self.listener.on_result(order, result)
 
     def _log(self, step: int) -> None:
