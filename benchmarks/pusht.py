@@ -3,9 +3,10 @@
     python benchmarks/pusht.py state
     python benchmarks/pusht.py image --dataset data/pusht/pusht_cchi_v7_replay.zarr
 
-Scored as Diffusion Policy does: per episode the maximum of clip(coverage / 0.95, 0, 1) over at most 300 steps; success is coverage >= 0.95.
-The weights that are scored are those at the end of training, not the best of several evaluations. `--budget-minutes` ends a call early with a
-checkpoint; the same command with `--resume` goes on, and the minutes add up.
+Scored as Diffusion Policy does: per episode the maximum of clip(coverage / 0.95, 0, 1) over at most 300 steps; success
+is coverage >= 0.95. The weights that are scored are those at the end of training, not the best of several evaluations.
+`--budget-minutes` ends a call early with a checkpoint; the same command with `--resume` goes on, and the minutes
+add up.
 """
 
 from __future__ import annotations
@@ -59,14 +60,18 @@ def main() -> None:
     started = time.monotonic()
 
     def report(step: int, metrics: dict[str, float]) -> None:
-        print(f"{time.monotonic() - started:6.1f} s  step {step}  " + "  ".join(f"{k} {v:.5g}" for k, v in metrics.items()), flush=True)  # noqa: T201
+        print(
+            f"{time.monotonic() - started:6.1f} s  step {step}  "
+            + "  ".join(f"{k} {v:.5g}" for k, v in metrics.items()),
+            flush=True,
+        )
 
     result = train(spec, local=True, on_metrics=report, stop=stop)
     timer.cancel()
     minutes = before + (time.monotonic() - started) / 60
     clock.write_text(json.dumps(minutes))
     if result.interrupted:
-        print(f"stopped at step {result.step} after {minutes:.1f} min; go on with --resume")  # noqa: T201
+        print(f"stopped at step {result.step} after {minutes:.1f} min; go on with --resume")
         return
     bundle = folder / "bundles" / str(result.step)
     env = PushTSpec(observation="pixels" if args.kind == "image" else "keypoints")
@@ -74,22 +79,46 @@ def main() -> None:
     write_result(f"pusht_{args.kind}_train_minutes", minutes, "minutes", **store)
     for steps, suffix in ((spec.policy.sample_steps, ""), (args.few_steps, "_few_steps")):
         begin = time.monotonic()
-        scores = evaluate_bundle(str(bundle), env, episodes=args.episodes, first_seed=FIRST_SEED, workers=args.workers,
-                                 parallel=args.episodes, sample_steps=steps, local=True)  # fmt: skip
+        scores = evaluate_bundle(
+            str(bundle),
+            env,
+            episodes=args.episodes,
+            first_seed=FIRST_SEED,
+            workers=args.workers,
+            parallel=args.episodes,
+            sample_steps=steps,
+            local=True,
+        )
         overlap, success = scores.interval("max_reward"), scores.interval("success")
-        print(  # noqa: T201
-            f"{args.kind}, {steps} denoising steps, {args.episodes} seeds from {FIRST_SEED}: mean max overlap {overlap.mean:.4f} "
-            f"[{overlap.low:.4f}, {overlap.high:.4f}], success {100 * success.mean:.1f} % [{100 * success.low:.1f}, {100 * success.high:.1f}]; "
+        print(
+            f"{args.kind}, {steps} denoising steps, {args.episodes} seeds from {FIRST_SEED}: "
+            f"mean max overlap {overlap.mean:.4f} [{overlap.low:.4f}, {overlap.high:.4f}], "
+            f"success {100 * success.mean:.1f} % [{100 * success.low:.1f}, {100 * success.high:.1f}]; "
             f"training {minutes:.1f} min, {result.step} updates; evaluation {time.monotonic() - begin:.0f} s",
             flush=True,
         )
         if args.output:
             args.output.mkdir(parents=True, exist_ok=True)
             write_scores(scores, args.output / f"pusht_{args.kind}_{steps}_steps.json")
-        write_result(f"pusht_{args.kind}_overlap{suffix}", overlap.mean, "mean max overlap", low=overlap.low, high=overlap.high,
-                     peer="Diffusion Policy, CNN, last ten checkpoints (published)", peer_value=PAPER[args.kind],
-                     ratio=overlap.mean / PAPER[args.kind], **store)  # fmt: skip
-        write_result(f"pusht_{args.kind}_success{suffix}", 100 * success.mean, "percent", low=100 * success.low, high=100 * success.high, **store)
+        write_result(
+            f"pusht_{args.kind}_overlap{suffix}",
+            overlap.mean,
+            "mean max overlap",
+            low=overlap.low,
+            high=overlap.high,
+            peer="Diffusion Policy, CNN, last ten checkpoints (published)",
+            peer_value=PAPER[args.kind],
+            ratio=overlap.mean / PAPER[args.kind],
+            **store,
+        )
+        write_result(
+            f"pusht_{args.kind}_success{suffix}",
+            100 * success.mean,
+            "percent",
+            low=100 * success.low,
+            high=100 * success.high,
+            **store,
+        )
 
 
 if __name__ == "__main__":

@@ -171,8 +171,16 @@ def _other_row(result: Mapping[str, Any]) -> tuple[str, ...]:
     peer = result["peer"] + ("" if result["peer_value"] is None else f": {_number(result['peer_value'])}")
     ratio = "" if result["ratio"] is None else _number(result["ratio"])
     commit, plus, changes = result["commit"].partition("+")
-    return (f"`{result['name']}`", _number(value) + interval, result["unit"], peer, ratio, result["hardware"],
-            result["date"][:10], commit[:7] + plus + changes)  # fmt: skip
+    return (
+        f"`{result['name']}`",
+        _number(value) + interval,
+        result["unit"],
+        peer,
+        ratio,
+        result["hardware"],
+        result["date"][:10],
+        commit[:7] + plus + changes,
+    )
 
 
 def _number(value: float) -> str:

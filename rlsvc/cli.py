@@ -46,17 +46,24 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Entry point of the console script."""
-    # Under `uv run` Ray would start every worker with uv again, in a copy of the environment; the workers share this one.
+    # Under `uv run` Ray would start every worker with uv again, in a copy of the environment; the workers share this
+    # one.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     errors = Console(stderr=True)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)])
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)]
+    )
     try:
         app()
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").split(".")[0])
         if extra is None:
             raise
-        errors.print(f"error: this command needs {error.name}, which is not installed; install rlsvc[{extra}]", style="red", markup=False)
+        errors.print(
+            f"error: this command needs {error.name}, which is not installed; install rlsvc[{extra}]",
+            style="red",
+            markup=False,
+        )
         sys.exit(USER_ERROR)
     except UserError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

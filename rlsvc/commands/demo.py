@@ -50,8 +50,13 @@ def demo(
     console.rule("3/4 a random policy on the same seeds")
     settings = spec.evaluation
     chance = evaluate_bundle(
-        "random", spec.env, episodes=settings.episodes, first_seed=settings.first_seed, workers=settings.workers, parallel=settings.parallel
-    )  # fmt: skip
+        "random",
+        spec.env,
+        episodes=settings.episodes,
+        first_seed=settings.first_seed,
+        workers=settings.workers,
+        parallel=settings.parallel,
+    )
 
     console.rule("4/4 serve and query")
     import ray
@@ -61,15 +66,17 @@ def demo(
     overlap, latencies = _drive(result.bundle, env, settings.first_seed, port, console)
     env.close()
 
-    trained = result.metrics
+    trained = {name.removeprefix("eval/"): value for name, value in result.metrics.items()}
     baseline = chance.interval("max_reward")
-    table = Table("", "trained", "random", title=f"PushT, {settings.episodes} episodes on seeds that training never saw")
+    table = Table(
+        "", "trained", "random", title=f"PushT, {settings.episodes} episodes on seeds that training never saw"
+    )
     table.add_row(
         "mean max overlap (95 % interval)",
-        f"{trained['eval/max_reward']:.3f} ({trained['eval/max_reward_low']:.3f} to {trained['eval/max_reward_high']:.3f})",
+        f"{trained['max_reward']:.3f} ({trained['max_reward_low']:.3f} to {trained['max_reward_high']:.3f})",
         f"{baseline.mean:.3f} ({baseline.low:.3f} to {baseline.high:.3f})",
     )
-    table.add_row("success", f"{100 * trained['eval/success']:.0f} %", f"{100 * chance.interval('success').mean:.0f} %")
+    table.add_row("success", f"{100 * trained['success']:.0f} %", f"{100 * chance.interval('success').mean:.0f} %")
     p50, p95 = np.percentile(latencies, [50, 95])
     table.add_row("served, over WebSocket: latency p50 / p95", f"{p50:.1f} / {p95:.1f} ms", "")
     table.add_row(f"served: max overlap on seed {settings.first_seed}", f"{overlap:.3f}", "")
@@ -78,7 +85,9 @@ def demo(
     rows |= {f"video, {name}": path for name, path in result.videos.items()}
     for name, value in rows.items():
         console.print(f"{name}: {value}")
-    console.print(f"{(time.monotonic() - begin) / 60:.1f} minutes. A GPU trains the paper's size in four: see docs/benchmarks.md.")
+    console.print(
+        f"{(time.monotonic() - begin) / 60:.1f} minutes. A GPU trains the paper's size in four: see docs/benchmarks.md."
+    )
 
 
 def _drive(bundle: Path, env: Any, seed: int, port: int, console: Console) -> tuple[float, list[float]]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 COLORS = {"ok": "green", "warning": "yellow", "missing": "red"}
@@ -26,7 +27,9 @@ def doctor(
     else:
         table = Table("", "", "found", "mend", show_lines=False)
         for check in checks:
-            table.add_row(f"[{COLORS[check.status]}]{check.status}[/]", check.name, check.found, check.mend)
+            table.add_row(
+                f"[{COLORS[check.status]}]{check.status}[/]", check.name, escape(check.found), escape(check.mend)
+            )
         Console().print(table)
     if any(check.broken for check in checks):
         raise typer.Exit(1)

@@ -42,9 +42,13 @@ def show(name: Name, root: Root = "runs", store: Store = None) -> None:
     table = Table("version", "aliases", "created", "bundle", "run", "source", title=name)
     for version in reversed(_registry(root, store).versions(name)):
         table.add_row(
-            str(version.version), ", ".join(version.aliases), _date(version.created), version.bundle[:12],
-            version.run_id[:12], version.source,
-        )  # fmt: skip
+            str(version.version),
+            ", ".join(version.aliases),
+            _date(version.created),
+            version.bundle[:12],
+            version.run_id[:12],
+            version.source,
+        )
     Console().print(table)
 
 

@@ -65,9 +65,11 @@ def sweep(
     for row in rows(spec, report.trials)[:20]:
         score = row[spec.metric]
         table.add_row(
-            str(row["trial"]), row["status"], f"{score:.4g}" if score != "" else row["reason"][:60],
+            str(row["trial"]),
+            row["status"],
+            f"{score:.4g}" if score != "" else row["reason"][:60],
             *(_short(row.get(key, "")) for key in spec.space),
-        )  # fmt: skip
+        )
     console.print(table)
     console.print(f"table: {report.table}\nplot: {report.plot}", markup=False)
     if report.best is None:

@@ -65,7 +65,9 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def run_with_progress(spec: RunSpec, console: Console, *, local: bool = False, profile: Path | None = None) -> RunResult:
+def run_with_progress(
+    spec: RunSpec, console: Console, *, local: bool = False, profile: Path | None = None
+) -> RunResult:
     """`rlsvc.train.run.train` with a progress bar and a line for each evaluation."""
     from rlsvc.train.run import train as run_training
 
@@ -139,9 +141,17 @@ def evaluate(
     from rlsvc.train.standalone import evaluate_bundle, write_scores
 
     evaluation = evaluate_bundle(
-        bundle, env_spec, episodes=episodes, first_seed=first_seed, workers=workers, parallel=parallel, sample_steps=sample_steps,
-        local=local, device=device, root=root,
-    )  # fmt: skip
+        bundle,
+        env_spec,
+        episodes=episodes,
+        first_seed=first_seed,
+        workers=workers,
+        parallel=parallel,
+        sample_steps=sample_steps,
+        local=local,
+        device=device,
+        root=root,
+    )
     table = Table("metric", "mean", "95 % interval", title=f"{bundle}, {episodes} episodes")
     for metric in ("max_reward", "success", "return", "length"):
         interval = evaluation.interval(metric)

@@ -8,7 +8,7 @@ from rlsvc.spec.env import PushTSpec
 ENVIRONMENTS = {"pusht": PushTSpec}
 
 
-def make_env(spec: PushTSpec):  # noqa: ANN201
+def make_env(spec: PushTSpec):
     """The environment of a specification, a `gymnasium.Env` with `contract`.
 
     Raises:

@@ -19,8 +19,8 @@ def mish(x: Array) -> Array:
     return x * jnp.tanh(jax.nn.softplus(x))
 
 
-def along_last(v: Float[Array, "c"], x: Array) -> Array:
-    """A vector over the last axis of x, with x's number of axes: broadcasting is written out, so that none happens unseen."""
+def along_last(v: Float[Array, " c"], x: Array) -> Array:
+    """A vector over the last axis of x, with x's number of axes, so that no broadcasting happens unseen."""
     return v.reshape((1,) * (x.ndim - 1) + v.shape)
 
 

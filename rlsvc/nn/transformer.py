@@ -108,7 +108,9 @@ class ActionTransformer(nnx.Module):
     ) -> Float[Array, "b h a"]:
         """Predict the target, float32. `t`: diffusion step from 0; `key`: dropout, None when acting."""
         step = sinusoidal(t.astype(jnp.float32), self.spec.embed_dim)[:, None].astype(self.dtype)
-        memory = jnp.concatenate([step, self.embed_obs(obs)], axis=1) + self.memory_position[...].astype(self.dtype)[None]
+        memory = (
+            jnp.concatenate([step, self.embed_obs(obs)], axis=1) + self.memory_position[...].astype(self.dtype)[None]
+        )
         memory = self.memory2(mish(self.memory1(memory)))
         y = self.embed_action(x) + self.position[...].astype(self.dtype)[None]
         masks = self._masks(y.shape[1], memory.shape[1])

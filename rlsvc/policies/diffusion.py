@@ -140,7 +140,9 @@ def sample(
     if isinstance(net.backbone, UNet1d):
         flat = cond.reshape(cond.shape[0], cond.shape[1] * cond.shape[2])
         grid = (len(ts), *flat.shape)
-        film = net.backbone.film(jnp.broadcast_to(jnp.asarray(ts)[:, None], grid[:2]), jnp.broadcast_to(flat[None], grid))
+        film = net.backbone.film(
+            jnp.broadcast_to(jnp.asarray(ts)[:, None], grid[:2]), jnp.broadcast_to(flat[None], grid)
+        )
     else:
         film = jnp.zeros((len(ts), 0))
 

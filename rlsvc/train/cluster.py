@@ -28,9 +28,15 @@ def ensure_ray() -> None:
         return
     address = os.environ.get("RAY_ADDRESS")
     try:
-        # A Ray of one's own has no dashboard, whose state API Ray Train's cleaner asks for and complains about in the log.
+        # A Ray of one's own has no dashboard, whose state API Ray Train's cleaner asks for and complains about in the
+        # log.
         own = address is None
-        ray.init(address=address or "local", include_dashboard=False if own else None, log_to_driver=not own, logging_level=logging.ERROR)
+        ray.init(
+            address=address or "local",
+            include_dashboard=False if own else None,
+            log_to_driver=not own,
+            logging_level=logging.ERROR,
+        )
     except ConnectionError as error:
         raise UserError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
 
@@ -47,13 +53,19 @@ def check_resources(spec: RunSpec) -> None:
     ranks, evaluation = spec.learner.ranks, spec.evaluation
     workers = evaluation.workers if spec.env else 0
     wanted = {
-        "CPU": (ranks * spec.learner.cpus_per_rank + workers, f"{ranks} ranks x {spec.learner.cpus_per_rank:g} + {workers} rollout workers"),
-        "GPU": (ranks * spec.learner.gpus_per_rank + evaluation.gpus, f"{ranks} ranks x {spec.learner.gpus_per_rank:g} + evaluation "
-                                                                      f"{evaluation.gpus:g}"),
-    }  # fmt: skip
+        "CPU": (
+            ranks * spec.learner.cpus_per_rank + workers,
+            f"{ranks} ranks x {spec.learner.cpus_per_rank:g} + {workers} rollout workers",
+        ),
+        "GPU": (
+            ranks * spec.learner.gpus_per_rank + evaluation.gpus,
+            f"{ranks} ranks x {spec.learner.gpus_per_rank:g} + evaluation {evaluation.gpus:g}",
+        ),
+    }
     for name, (amount, why) in wanted.items():
         if amount > total.get(name, 0):
             raise UserError(
-                f"the run asks for {amount:g} {name} ({why}), the cluster has {total.get(name, 0):g}; lower learner.ranks, "
-                "learner.cpus_per_rank, learner.gpus_per_rank or evaluation.workers, or run with --local"
+                f"the run asks for {amount:g} {name} ({why}), the cluster has {total.get(name, 0):g}; "
+                "lower learner.ranks, learner.cpus_per_rank, learner.gpus_per_rank or evaluation.workers, "
+                "or run with --local"
             )

@@ -1,7 +1,9 @@
 """The learner group: one rank in this process, or a Ray Train group that is reached through a mailbox.
 
-The driver posts numbered orders to the mailbox, an actor of its own; every rank asks for the next one, does it, and the first
-rank posts the result. When a rank dies, Ray Train starts the group again; the new ranks announce a new attempt and the step of the
+The driver posts numbered orders to the mailbox, an actor of its own; every rank asks for the next one, does it, and
+the first
+rank posts the result. When a rank dies, Ray Train starts the group again; the new ranks announce a new attempt and
+the step of the
 checkpoint that they read, and the driver learns of it as GroupRestarted.
 """
 
@@ -49,8 +51,10 @@ class LocalGroup:
 class Mailbox:
     """Async actor between driver and ranks; holds the current attempt, its orders, and their results.
 
-    Consumes orders from the driver and results from the first rank. Every call returns within POLL_S with what there is, so
-    that nobody waits for ever on a peer that died; when the driver dies this actor dies with it, and the ranks' next call fails.
+    Consumes orders from the driver and results from the first rank. Every call returns within POLL_S with what there
+    is, so
+    that nobody waits for ever on a peer that died; when the driver dies this actor dies with it, and the ranks' next
+    call fails.
     """
 
     def __init__(self) -> None:
@@ -79,7 +83,7 @@ class Mailbox:
         return True
 
     async def order(self, attempt: int, index: int) -> dict[str, Any] | None:
-        """For a rank: the index-th order of its attempt, None when there is none yet. Raises when the attempt is over."""
+        """For a rank: the index-th order of its attempt, None when there is none yet; raises when it is over."""
         if attempt != self._attempt:
             raise RuntimeError(f"attempt {attempt} is over; attempt {self._attempt} runs")
         if index >= len(self._orders):
@@ -112,7 +116,8 @@ class Mailbox:
 def rank_main(config: dict[str, Any]) -> None:
     """What every rank of the Ray Train group runs until the stop order.
 
-    Consumes orders from the mailbox, produces results (first rank) and checkpoints (all ranks, reported to Ray Train). Waits
+    Consumes orders from the mailbox, produces results (first rank) and checkpoints (all ranks, reported to Ray
+    Train). Waits
     for the mailbox only; when it is gone, the driver is, and the rank ends.
     """
     import ray
@@ -239,7 +244,8 @@ class RayGroup:
             time.sleep(0.2)
         raise UserError(
             f"the learner group did not start within {START_TIMEOUT_S:.0f} s: {self.spec.learner.ranks} ranks of "
-            f"{self.spec.learner.cpus_per_rank:g} CPUs and {self.spec.learner.gpus_per_rank:g} GPUs; `ray status` says what is free"
+            f"{self.spec.learner.cpus_per_rank:g} CPUs and {self.spec.learner.gpus_per_rank:g} GPUs; "
+            "`ray status` says what is free"
         )
 
     def _check_alive(self) -> None:
@@ -249,11 +255,11 @@ class RayGroup:
     def _fit(self) -> None:
         try:
             _make_trainer(self.spec, self._run_dir, self._config).fit()
-        except Exception:  # noqa: BLE001
+        except Exception:
             self._failure = traceback.format_exc()
 
 
-def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):  # noqa: ANN202
+def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):
     import ray.train
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 

@@ -1,6 +1,7 @@
 """Ray Train backend that joins the ranks of a group into one JAX process group, on CPU and GPU.
 
-Ray 2.60's own JaxConfig overwrites CUDA_VISIBLE_DEVICES with 0..n-1, which hands two ranks of one host the same card, and starts no
+Ray 2.60's own JaxConfig overwrites CUDA_VISIBLE_DEVICES with 0..n-1, which hands two ranks of one host the same card,
+and starts no
 process group on CPUs. Here every rank keeps the devices that Ray gave it.
 """
 
@@ -45,11 +46,16 @@ class _JaxBackend(Backend):
         if count == 1:
             return
         host, port = worker_group.execute_single(0, get_address_and_port)
-        ray.get([worker_group.execute_single_async(rank, _join, f"{host}:{port}", count, rank) for rank in range(count)])
+        ray.get(
+            [worker_group.execute_single_async(rank, _join, f"{host}:{port}", count, rank) for rank in range(count)]
+        )
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Leave; a rank that died is not waited for."""
         del backend_config
         if len(worker_group) > 1:
-            ray.wait([worker_group.execute_single_async(rank, _leave) for rank in range(len(worker_group))], timeout=10,
-                     num_returns=len(worker_group))  # fmt: skip
+            ray.wait(
+                [worker_group.execute_single_async(rank, _leave) for rank in range(len(worker_group))],
+                timeout=10,
+                num_returns=len(worker_group),
+            )

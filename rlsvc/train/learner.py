@@ -1,6 +1,7 @@
 """One rank of the learner group: data on the device, the algorithm's state, and the orders it carries out.
 
-Ranks are data parallel: every rank draws the same window numbers, the rows of a batch are spread over the devices of all
+Ranks are data parallel: every rank draws the same window numbers, the rows of a batch are spread over the devices of
+all
 ranks, and XLA adds the gradients up. So the loss does not depend on the number of ranks, up to rounding.
 """
 
@@ -59,7 +60,9 @@ class Learner:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         rows = NamedSharding(mesh, PartitionSpec("data")) if jax.device_count() > 1 else None
         if spec.algo.batch_size % jax.device_count():
-            raise UserError(f"algo.batch_size: {spec.algo.batch_size} is not a multiple of the {jax.device_count()} devices")
+            raise UserError(
+                f"algo.batch_size: {spec.algo.batch_size} is not a multiple of the {jax.device_count()} devices"
+            )
         policy = make_policy(policy_spec.model_dump(mode="json"), self.contract, spec.precision)
         self.algorithm: Algorithm = ALGORITHMS[spec.algo.name](
             policy, self.demonstrations.normalizer, spec.algo, total_steps=spec.total_steps, batch_sharding=rows
@@ -87,10 +90,14 @@ class Learner:
         """Carry out one order and wait for the device; the result is the same on every rank."""
         if order.kind == "update":
             update_key = jax.random.fold_in(self.key, 1)
-            self.state, metrics = self.algorithm.update(order.hook, self.state, self._train, update_key, order.num_updates)
+            self.state, metrics = self.algorithm.update(
+                order.hook, self.state, self._train, update_key, order.num_updates
+            )
             return {name: float(value) for name, value in metrics.items()}
         if order.kind == "validate" and self._validation is not None:
-            return {"loss": float(self.algorithm.validate(self.state, self._validation, jax.random.fold_in(self.key, 2)))}
+            return {
+                "loss": float(self.algorithm.validate(self.state, self._validation, jax.random.fold_in(self.key, 2)))
+            }
         if order.kind == "export":
             return {"bundle": str(self.export(self.run_dir / "bundles" / str(order.step)))}
         if order.kind == "checkpoint":
@@ -128,5 +135,6 @@ class Learner:
         return self._put(data) if wanted == "device" or (wanted == "auto" and fits) else data
 
     def _put(self, data: Windows) -> Windows:
-        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, self._everywhere, lambda at: np.asarray(x)[at]), data)
-
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, self._everywhere, lambda at: np.asarray(x)[at]), data
+        )

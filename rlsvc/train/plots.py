@@ -24,11 +24,19 @@ def write_learning_curve(metrics: Path, path: Path, title: str) -> Path | None:
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.5), squeeze=False, layout="constrained")
     for axis, names in zip(axes[0], panels, strict=True):
         for name in names:
-            points = [(row["step"], row[name], row.get(f"{name}_low"), row.get(f"{name}_high")) for row in rows if name in row]
+            points = [
+                (row["step"], row[name], row.get(f"{name}_low"), row.get(f"{name}_high")) for row in rows if name in row
+            ]
             steps = [p[0] for p in points]
             (line,) = axis.plot(steps, [p[1] for p in points], marker="." if len(points) < 40 else None, label=name)
             banded = [p for p in points if p[2] is not None and p[3] is not None]
-            axis.fill_between([p[0] for p in banded], [p[2] for p in banded], [p[3] for p in banded], color=line.get_color(), alpha=0.2)
+            axis.fill_between(
+                [p[0] for p in banded],
+                [p[2] for p in banded],
+                [p[3] for p in banded],
+                color=line.get_color(),
+                alpha=0.2,
+            )
         axis.set_xlabel("gradient updates")
         axis.legend(frameon=False)
         if names[0].endswith("loss"):

@@ -1,4 +1,4 @@
-"""One training run from its specification: folder, learner group, orchestrator, evaluation, tracking, registered bundle."""
+"""One training run: folder, learner group, orchestrator, evaluation, tracking, registered bundle."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def train(
 class _Run:
     """Listens to the orchestrator: logs, evaluates exported bundles, keeps the best, prunes the rest."""
 
-    def __init__(self, spec: RunSpec, folder: Path, tracker: RunTracker, on_metrics: OnMetrics | None, local: bool) -> None:
+    def __init__(
+        self, spec: RunSpec, folder: Path, tracker: RunTracker, on_metrics: OnMetrics | None, local: bool
+    ) -> None:
         self.spec, self.folder, self.tracker, self.on_metrics, self.local = spec, folder, tracker, on_metrics, local
         self.evaluator = Evaluator(spec, local) if spec.env else None
         self.metrics: dict[str, float] = {}
@@ -151,7 +153,7 @@ class _Run:
             self.on_metrics(step, metrics)
 
     def best_step(self) -> int | None:
-        """Step of the best bundle that is still there; the later one of equals. Without evaluation the last bundle's."""
+        """Step of the best bundle that is still there, the later of equals; without evaluation the last one's."""
         bundles = self.folder / "bundles"
         there = sorted(int(b.name) for b in bundles.iterdir() if b.name.isdigit()) if bundles.is_dir() else []
         scored = [step for step in there if step in self.scores]
@@ -173,11 +175,15 @@ class _Run:
         """Plots, videos, registration."""
         best = self.best_step()
         bundle = None if best is None else self.folder / "bundles" / str(best)
-        plot = write_learning_curve(self.folder / "metrics.jsonl", self.folder / "plots" / "learning_curve.png", self.spec.name)
+        plot = write_learning_curve(
+            self.folder / "metrics.jsonl", self.folder / "plots" / "learning_curve.png", self.spec.name
+        )
         videos: dict[str, Path] = {}
         if self.spec.env and self.last_evaluation and self.spec.evaluation.videos and not interrupted:
             for name, episode in self.last_evaluation.extremes(self.spec.evaluation.metric).items():
-                videos[name] = write_video(episode, self.spec.env, self.folder / "videos" / f"{name}_seed{episode.seed}.mp4")
+                videos[name] = write_video(
+                    episode, self.spec.env, self.folder / "videos" / f"{name}_seed{episode.seed}.mp4"
+                )
         for path in [plot, *videos.values()]:
             if path is not None:
                 self.tracker.artifact(path)
@@ -249,7 +255,8 @@ def _prepare_folder(spec: RunSpec) -> Path:
         shutil.rmtree(folder)
     elif stored.exists() and not spec.resume:
         raise BusyError(
-            f"{folder} holds a run already. Go on with it (--resume), delete it first (--overwrite), or choose another name=..."
+            f"{folder} holds a run already. Go on with it (--resume), delete it first (--overwrite), "
+            "or choose another name=..."
         )
     elif stored.exists():
         _check_resumable(spec, compose([str(stored)]), stored)
@@ -261,7 +268,9 @@ def _prepare_folder(spec: RunSpec) -> Path:
         partial.write_text(to_yaml(spec.replace(resume=False, overwrite=False)))
         partial.replace(stored)
     except OSError as error:
-        raise UserError(f"{folder}: the run folder cannot be written ({error.strerror}); choose another root=... or free some space") from error
+        raise UserError(
+            f"{folder}: the run folder cannot be written ({error.strerror}); choose another root=... or free some space"
+        ) from error
     return folder
 
 
@@ -269,7 +278,8 @@ def _check_resumable(spec: RunSpec, old: RunSpec, stored: Path) -> None:
     for name in MUST_AGREE:
         if getattr(spec, name) != getattr(old, name):
             raise SpecError(
-                f"--resume: '{name}' differs from the run's own {stored}: got {getattr(spec, name)}, the run has {getattr(old, name)}. "
+                f"--resume: '{name}' differs from the run's own {stored}: "
+                f"got {getattr(spec, name)}, the run has {getattr(old, name)}. "
                 "Resume with the run's values, or start a new run under another name."
             )
 

@@ -75,7 +75,13 @@ def evaluate_bundle(
 def write_scores(evaluation: Evaluation, path: Path) -> Path:
     """Every episode's seed and scores as JSON."""
     rows = [
-        {"seed": e.seed, "max_reward": max(e.rewards), "return": sum(e.rewards), "length": e.length, "success": e.success}
+        {
+            "seed": e.seed,
+            "max_reward": max(e.rewards),
+            "return": sum(e.rewards),
+            "length": e.length,
+            "success": e.success,
+        }
         for e in evaluation.episodes
     ]
     path.write_text(json.dumps({"metrics": evaluation.metrics(), "episodes": rows}, indent=1))

@@ -67,7 +67,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run_and_registers_its_bundle(m
 
 def test_a_folder_that_holds_a_run_is_neither_continued_nor_deleted_unasked(make_spec):
     train(make_spec("env=null", "total_steps=4"), local=True)
-    with pytest.raises(BusyError, match="--resume.*--overwrite"):
+    with pytest.raises(BusyError, match=r"--resume.*--overwrite"):
         train(make_spec("env=null", "total_steps=4"), local=True)
     again = train(make_spec("env=null", "total_steps=4", "overwrite=true"), local=True)
     assert again.step == 4
