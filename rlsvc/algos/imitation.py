@@ -49,7 +49,7 @@ def normalize_batch(batch: Batch, normalizer: Normalizer) -> Batch:
 class Imitation:
     """The algorithm of `rlsvc.algos.api`."""
 
-    hooks = ("update",)
+    hooks: tuple[str, ...] = ("update",)
 
     def __init__(
         self,

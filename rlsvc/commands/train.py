@@ -82,8 +82,9 @@ def run_with_progress(
         task = progress.add_task("starting", total=spec.total_steps)
 
         def show(step: int, metrics: dict[str, float]) -> None:
-            loss = metrics.get("train/loss")
-            progress.update(task, completed=step, **({} if loss is None else {"description": f"loss {loss:.4f}"}))
+            progress.update(task, completed=step)
+            if "train/loss" in metrics:
+                progress.update(task, description=f"loss {metrics['train/loss']:.4f}")
             if "eval/max_reward" in metrics:
                 low, high = (
                     metrics.get("eval/max_reward_low", float("nan")),

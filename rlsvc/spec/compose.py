@@ -21,7 +21,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -121,7 +121,7 @@ def _store(file: Path) -> str:
         ) from error
     except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise SpecError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from error
-    if not OmegaConf.is_dict(node):
+    if not isinstance(node, DictConfig):
         raise SpecError(f"{file}: expected a mapping of keys to values")
     if OmegaConf.is_list(node.get("defaults")):
         node["defaults"] = [_by_name(entry) for entry in node["defaults"]]

@@ -139,7 +139,7 @@ def rank_main(config: dict[str, Any]) -> None:
     attempt = _agree_on_attempt(mailbox, rank, learner.step)
     index = 0
     while True:
-        found = ray.get(mailbox.order.remote(attempt, index))
+        found: Any = ray.get(mailbox.order.remote(attempt, index))
         if found is None:
             continue
         order = Order(**found)
@@ -161,7 +161,7 @@ def _agree_on_attempt(mailbox: Any, rank: int, step: int) -> int:
     import ray
     from jax.experimental import multihost_utils
 
-    attempt = ray.get(mailbox.begin.remote(step)) if rank == 0 else 0
+    attempt: Any = ray.get(mailbox.begin.remote(step)) if rank == 0 else 0
     return int(multihost_utils.broadcast_one_to_all(np.int32(attempt)))
 
 
@@ -183,7 +183,7 @@ class RayGroup:
         import ray
 
         self.spec = spec
-        self._mailbox = ray.remote(num_cpus=0, max_concurrency=64)(Mailbox).remote()
+        self._mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=64).remote()
         self._run_dir = run_dir.absolute()
         self._config = {
             "spec": spec.model_dump(mode="json"),

@@ -71,7 +71,9 @@ def test_k_updates_in_one_call_equal_k_calls_of_one():
 
 
 def test_data_on_the_host_and_on_the_device_give_the_same_updates():
-    assert_same(run(algorithm(), [3, 3])[0], run(algorithm(), [3, 3], windows())[0])
+    device, host = run(algorithm(), [3, 3])[0], run(algorithm(), [3, 3], windows())[0]
+    # Two programs round differently; other windows would differ far more.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), device, host)
 
 
 def test_accumulated_micro_batches_equal_one_batch_even_when_padding_is_uneven():

@@ -15,7 +15,7 @@ ALL = VisionSpec(crop=(8, 6), shift=2, brightness=0.5, contrast=0.5, saturation=
 def test_the_encoder_gives_two_features_for_each_keypoint():
     spec = VisionSpec(keypoints=5, width=8, crop=None)
     net = nnx.jit(lambda: ImageEncoder(3, spec, dtype=jnp.float32, rngs=nnx.Rngs(params=jax.random.key(0))))()
-    image = jax.random.uniform(jax.random.key(1), (2, 32, 24, 3), minval=-1)
+    image = jax.random.uniform(jax.random.key(1), (2, 64, 40, 3), minval=-1)
     out = nnx.jit(lambda net, x: net(x))(net, image)
     assert out.shape == (2, 10)
     assert not np.allclose(out[0], out[1])

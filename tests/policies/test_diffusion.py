@@ -33,7 +33,7 @@ def spec(**changes) -> DiffusionSpec:
 
 @pytest.fixture(scope="module")
 def policy() -> tuple[DiffusionPolicy, object]:
-    made = DiffusionPolicy(spec(condition_dropout=0.1), contract())
+    made = DiffusionPolicy(spec(condition_dropout=0.1, target="v", clip_sample=10.0), contract())
     return made, jax.jit(made.init)(jax.random.key(0))
 
 
