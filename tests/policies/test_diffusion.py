@@ -18,7 +18,7 @@ TINY = {
     "n_action_steps": 2,
     "train_steps": 10,
     "sample_steps": 3,
-    "backbone": {"name": "unet1d", "down_dims": [8, 8], "step_embed_dim": 8},
+    "backbone": {"name": "unet1d", "down_dims": [8], "step_embed_dim": 8, "n_groups": 2},
 }
 
 
@@ -187,7 +187,7 @@ def test_a_rows_actions_depend_on_its_own_key_and_observation_alone(policy):
     order = jnp.array([2, 0, 3, 1])
     np.testing.assert_array_equal(act(policy, state[order], keys[order]), out[order])
     alone = act(policy, state[:1], keys[:1])
-    np.testing.assert_allclose(alone, out[:1], atol=1e-5)
+    np.testing.assert_allclose(alone, out[:1], atol=1e-4)
     assert np.abs(out[0] - act(policy, state[:1], keys[1:2])).max() > 1e-3
 
 
