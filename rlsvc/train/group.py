@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
 import time
 import traceback
@@ -166,11 +167,12 @@ def _agree_on_attempt(mailbox: Any, rank: int, step: int) -> int:
 
 
 def _report(path: Path, rank: int) -> None:
+    """Tell Ray Train of a committed checkpoint: it lies in the run's folder, Ray keeps a pointer to it."""
     import ray.train
 
-    mode = ray.train.CheckpointUploadMode.NO_UPLOAD
-    saved = ray.train.Checkpoint.from_directory(str(path)) if rank == 0 else None
-    ray.train.report({}, checkpoint=saved, checkpoint_upload_mode=mode)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "path").write_text(str(path))
+        ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(folder) if rank == 0 else None)
 
 
 class RayGroup:
@@ -281,6 +283,7 @@ def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):
             name="ray",
             storage_path=str(run_dir / ".train" / f"{os.getpid()}-{os.urandom(4).hex()}"),
             failure_config=ray.train.FailureConfig(max_failures=learner.max_failures),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
             worker_runtime_env={"env_vars": environment},
         ),
     )
