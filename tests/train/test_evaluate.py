@@ -1,15 +1,22 @@
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import ActionChunk
+from rlsvc.data.normalize import Normalizer
 from rlsvc.envs.make import make_env
+from rlsvc.nn.params import flatten_params
+from rlsvc.policies.diffusion import DiffusionPolicy
 from rlsvc.runner import BaselineRunner
+from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.env import PushTSpec
+from rlsvc.store.bundle import write_bundle
 from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate, mean_interval, share_interval, write_video
+from rlsvc.train.inference import LocalInference
 from rlsvc.train.workers import EpisodeResult, EpisodeWorker, InProcess, Processes, WorkerLost
 
 SPEC = PushTSpec(max_steps=12)
@@ -85,6 +92,29 @@ def test_the_result_is_the_same_in_processes_of_their_own(reference):
         same(evaluate(baseline(), workers, SEEDS, parallel=5), reference)
     finally:
         workers.close()
+
+
+def test_a_jax_policy_gives_the_same_result_for_any_number_of_workers(tmp_path):
+    spec = DiffusionSpec.model_validate(
+        {"n_obs_steps": 2, "horizon": 6, "n_action_steps": 5, "train_steps": 10, "sample_steps": 1,
+         "backbone": {"name": "unet1d", "down_dims": [8], "step_embed_dim": 8}}
+    )  # fmt: skip
+    contract = baseline().contract
+    features = {**contract.observation, "action": contract.action}
+    data = {key: np.stack([np.zeros(f.shape), np.full(f.shape, 512)]) for key, f in features.items()}
+    path = write_bundle(
+        tmp_path / "bundle",
+        policy=spec.model_dump(mode="json"),
+        contract=contract,
+        normalizer=Normalizer.fit({"default": data}, features, {}),
+        params=flatten_params(jax.jit(DiffusionPolicy(spec, contract).init)(jax.random.key(0))),
+    )
+    inference = LocalInference((5,), "cpu")
+    inference.load(path)
+    one, three = Shares(1), Shares(3)
+    same(evaluate(inference, one, SEEDS, parallel=5), evaluate(inference, three, SEEDS, parallel=5))
+    one.close()
+    three.close()
 
 
 def test_the_policy_sees_windows_padded_at_the_start_and_the_control_step_of_its_seed():
