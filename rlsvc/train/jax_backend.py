@@ -27,8 +27,11 @@ class JaxBackendConfig(BackendConfig):
 
 def _join(coordinator: str, count: int, rank: int) -> None:
     import jax
+    from jax.experimental import multihost_utils
 
     jax.distributed.initialize(coordinator, count, rank, heartbeat_timeout_seconds=60)
+    # The first collective waits at most 30 s for the other ranks; here they are abreast, later one may load for longer.
+    multihost_utils.sync_global_devices("joined")
 
 
 def _leave() -> None:
