@@ -134,7 +134,7 @@ class Imitation:
         ema = state.ema
         if self.spec.ema is not None:
             ema = ema_update(ema, params, ema_decay(self.spec.ema, state.step))
-        metrics = {**metrics, "grad_norm": optax.global_norm(grads), "learning_rate": self.schedule(state.step)}
+        metrics = {**metrics, "grad_norm": optax.tree.norm(grads), "learning_rate": self.schedule(state.step)}
         return ImitationState(state.step + 1, params, ema, opt_state), metrics
 
     def _gradient(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Params, dict[str, Array]]:
