@@ -4,7 +4,7 @@ SHELL := bash
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-no-ray test-slow lint format types bench bench-report clean
+.PHONY: help setup demo test test-slow lint format types bench bench-report clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,11 +25,9 @@ setup: .venv/.synced ## Install everything this project needs into .venv (about 
 demo: setup ## Train, evaluate, serve and query a small policy on this machine.
 	$(BIN)/rlsvc demo
 
+# These tests compile many small programs and run each a few times, so most of XLA's optimizations would cost more than they save.
 test: setup ## Run the tests that take minutes.
-	$(BIN)/pytest -m "not slow and not gpu"
-
-test-no-ray: setup ## Of these, the ones that start no Ray.
-	$(BIN)/pytest -m "not slow and not gpu and not ray"
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/pytest -m "not slow and not gpu"
 
 test-slow: setup ## Run the slow tests: learning, sweeps, jobs.
 	$(BIN)/pytest -m "slow and not gpu"
