@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--budget-minutes", type=float, default=60.0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--output", type=Path, default=None, help="folder for scores and plots")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     experiment = {"state": "pusht_diffusion", "image": "pusht_image_diffusion"}[args.kind]
     # Only the weights at the end are scored, so the run itself evaluates nothing.
     words = [f"experiment={experiment}", "tracking.trackers=[]", "env=null"]
