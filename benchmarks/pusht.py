@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="folder for scores and plots")
     args = parser.parse_intermixed_args()
     experiment = {"state": "pusht_diffusion", "image": "pusht_image_diffusion"}[args.kind]
-    # Only the weights at the end are scored, so the run itself evaluates nothing.
-    words = [f"experiment={experiment}", "tracking.trackers=[]", "env=null"]
+    # All demonstrations are trained on; only the weights at the end are scored, so the run itself evaluates nothing.
+    words = [f"experiment={experiment}", "tracking.trackers=[]", "env=null", "data.validation_fraction=0"]
     if args.dataset:
         words.append(f"data.datasets=[{{path: {args.dataset}}}]")
     spec = compose([*words, *args.overrides]).replace(resume=args.resume)

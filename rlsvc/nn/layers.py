@@ -136,8 +136,3 @@ class LayerNorm(nnx.Module):
 
 def _uniform(key: Key[Array, ""], shape: tuple[int, ...], bound: float) -> Float[Array, " ..."]:
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-
-
-def _last(v: Float[Array, " c"], x: Array) -> Array:
-    """`v` along the last axis of arrays like `x`, so that no broadcast over axes is left unsaid."""
-    return v.reshape((1,) * (x.ndim - 1) + v.shape)

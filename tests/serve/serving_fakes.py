@@ -90,7 +90,7 @@ def service_of(runner, **settings):
 def serving(runner, port: int = 0, uvicorn_options: dict | None = None, **settings):
     """Serve a runner on a loopback socket with uvicorn, as a Ray Serve replica does; gives "127.0.0.1:port"."""
     with service_of(runner, **settings) as service:
-        # No logging set-up by uvicorn: it closes all handlers there are, and absl's closes the stderr that pytest lent it.
+        # No logging set-up by uvicorn: it closes all handlers there are, and absl's closes the stderr that pytest lent.
         options = {"log_config": None, "log_level": "error", "timeout_graceful_shutdown": 1} | (uvicorn_options or {})
         config = uvicorn.Config(build_app(service), host="127.0.0.1", port=port, **options)
         server = uvicorn.Server(config)

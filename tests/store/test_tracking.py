@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import multiprocessing
 import os
 import signal
 import struct
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlsvc.spec.run import RunSpec
-from rlsvc.store.mlflow_store import TrackingError, experiment_id, open_store, store_uri
+from rlsvc.store.mlflow_store import TrackingError, open_store, store_uri
 from rlsvc.store.tracking import JsonlTracker, MlflowTracker, RunTracker, flatten, make_tracker, read_metrics
 
 
@@ -174,27 +173,31 @@ def test_a_store_that_cannot_be_used_is_an_error_at_the_start_that_names_it(tmp_
         make_tracker(run_spec(tmp_path, mlflow_uri=f"sqlite:///{tmp_path}/bad.db"), tmp_path / "run", resume=False)
 
 
-def first_use(uri: str, temporary: str) -> str:
-    # MLflow's own lock lies in the temporary folder, which containers that share a run folder do not share.
-    import tempfile
+FIRST_USE = """
+import multiprocessing, os, sys, tempfile
+import mlflow.store.tracking.sqlalchemy_store
+from rlsvc.store.mlflow_store import experiment_id, open_store
 
+def first_use(uri, temporary):
+    os.mkdir(temporary)
     tempfile.tempdir = temporary
     client = open_store(uri)
     run = client.create_run(experiment_id(client, uri, "shared"))
     client.log_metric(run.info.run_id, "train/loss", 1.0)
     return run.info.experiment_id
 
+with multiprocessing.get_context("fork").Pool(8) as pool:
+    print(*pool.starmap(first_use, [(sys.argv[1], f"{sys.argv[2]}/tmp{i}") for i in range(8)], chunksize=1))
+"""
+
 
 def test_eight_processes_that_use_a_new_store_at_once_migrate_it_once(tmp_path):
-    # mlflow#5222, #6388
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mlflow", "mlflow.store.tracking.sqlalchemy_store"])
-    folders = [tmp_path / f"tmp{index}" for index in range(8)]
-    for folder in folders:
-        folder.mkdir()
+    # mlflow#5222, #6388. MLflow's own lock lies in the temporary folder, which containers that share a run folder do
+    # not share, so each process gets its own. All of it in a process apart, which may fork.
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
-    with context.Pool(8) as pool:
-        ids = pool.starmap(first_use, [(uri, str(folder)) for folder in folders], chunksize=1)
+    command = [sys.executable, "-c", FIRST_USE, uri, str(tmp_path)]
+    ids = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout.split()
+    assert len(ids) == 8
     assert len(set(ids)) == 1
     assert len(open_store(uri).search_runs(ids[:1])) == 8
 

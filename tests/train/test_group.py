@@ -38,6 +38,7 @@ def test_episodes_on_ray_actors_score_as_in_this_process(make_spec, ray_cluster)
     assert read_bundle(there.bundle).params.keys() == read_bundle(here.bundle).params.keys()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint_and_the_run_ends(make_spec, ray_cluster):
     import psutil
 
@@ -73,6 +74,7 @@ def test_a_run_that_asks_for_more_than_the_cluster_has_is_refused_at_once(make_s
         check_resources(make_spec("learner.gpus_per_rank=1"))
 
 
+@pytest.mark.slow
 def test_stopping_a_ray_run_writes_a_checkpoint_first(make_spec, ray_cluster):
     stop = threading.Event()
     result = train(make_spec("env=null", "total_steps=400"), on_metrics=lambda *_: stop.set(), stop=stop)
