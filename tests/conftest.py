@@ -35,3 +35,10 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield context
     ray.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that takes the cluster carries the mark."""
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ray)

@@ -28,6 +28,10 @@ def serve(
     batch_wait_ms: Annotated[
         float, typer.Option(help="Longest that a request waits for others, when others are about.")
     ] = 2.0,
+    group: Annotated[
+        str | None, typer.Option(help="The robot's normaliser group, for a bundle that has several.")
+    ] = None,
+    root: Annotated[str, typer.Option(help="Where the model registry lives, for models:/ names.")] = "runs",
     max_body_mb: Annotated[int, typer.Option(help="Largest request in MiB; at most 16.")] = 16,
     deadline_s: Annotated[float, typer.Option(help="Longest that a request may take.")] = 30.0,
 ) -> None:
@@ -51,12 +55,13 @@ def serve(
     from rlsvc.store.bundle import read_bundle
     from rlsvc.store.registry import resolve
 
-    path = resolve(policy).resolve()
+    path = resolve(policy, root=root).resolve()
     bundle = read_bundle(path)
+    bundle.normalizer.group_index(group)
     registered = policy.removeprefix("models:/").split("@")[0].split("/")[0] if policy.startswith("models:/") else None
     deployment = Deployment(
         name=check_name(name or registered or str(bundle.policy["name"])),
-        load=BundleLoader(path, batch_size, "gpu" if gpus else "cpu"),
+        load=BundleLoader(path, batch_size, "gpu" if gpus else "cpu", group),
         host=host,
         port=port,
         replicas=replicas,

@@ -129,6 +129,9 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Write every episode's scores here, as JSON.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Without Ray.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
+    group: Annotated[
+        str | None, typer.Option(help="The environment's normaliser group, for a bundle that has several.")
+    ] = None,
     root: Annotated[str, typer.Option(help="Where runs and the model registry live.")] = "runs",
 ) -> None:
     """Evaluate a policy on episodes, with 95 % confidence intervals."""
@@ -151,6 +154,7 @@ def evaluate(
         sample_steps=sample_steps,
         local=local,
         device=device,
+        group=group,
         root=root,
     )
     table = Table("metric", "mean", "95 % interval", title=f"{bundle}, {episodes} episodes")

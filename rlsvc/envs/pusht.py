@@ -7,14 +7,21 @@ clip(coverage / 0.95, 0, 1); an episode ends when coverage reaches 0.95 (termina
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
-import gym_pusht.envs.pusht as gym_pusht
 import gymnasium
 import numpy as np
 
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.spec.env import PushTSpec
+
+os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+with warnings.catch_warnings():
+    # pygame asks for its own files through pkg_resources, which warns of itself at every start.
+    warnings.filterwarnings("ignore", message="pkg_resources is deprecated", category=UserWarning)
+    import gym_pusht.envs.pusht as gym_pusht
 
 SIZE = 512.0
 IMAGE = 96

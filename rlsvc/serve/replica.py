@@ -26,17 +26,16 @@ def batch_sizes(max_batch: int) -> tuple[int, ...]:
 class BundleLoader:
     """Loads a bundle in the replica's process, where the device is; the path must be readable there."""
 
-    def __init__(self, path: Path, max_batch: int, device: str) -> None:
+    def __init__(self, path: Path, max_batch: int, device: str, group: str | None = None) -> None:
         """Remember what to load; nothing is imported yet, since the replica's environment decides about devices."""
         self._path = path
-        self._max_batch = max_batch
-        self._device = device
+        self._options = {"batch_sizes": batch_sizes(max_batch), "device": device, "group": group}
 
     def __call__(self) -> Runner:
         """The runner, verified and ready to be warmed up."""
         from rlsvc.runner import PolicyRunner
 
-        return PolicyRunner.load(self._path, batch_sizes=batch_sizes(self._max_batch), device=self._device)
+        return PolicyRunner.load(self._path, **self._options)
 
 
 class PolicyReplica:

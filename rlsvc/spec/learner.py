@@ -16,8 +16,9 @@ class LearnerSpec(Spec):
     """Processes; every one holds the weights and takes a share of each batch."""
     cpus_per_rank: float = Field(default=1.0, gt=0)
     """That Ray holds for a rank."""
-    gpus_per_rank: float = Field(default=0.0, ge=0)
-    """Likewise; 0 learns on the CPU."""
+    gpus_per_rank: float | None = Field(default=None, ge=0)
+    """Likewise; 0 learns on the CPU. null follows `device`: 0 on the CPU, else 1, or 0.75 where the evaluation shares
+    the card."""
     updates_per_call: int = Field(default=50, ge=1)
     """K gradient steps in one compiled call."""
     max_failures: int = Field(default=2, ge=0)
@@ -48,8 +49,11 @@ class EvaluationSpec(Spec):
     """Rollout actors, one CPU each; they share the episodes."""
     parallel: int = Field(default=50, ge=1)
     """Episodes side by side over all workers, which is the policy's batch. The result does not depend on `workers`."""
-    gpus: float = Field(default=0.0, ge=0)
-    """GPUs (or a share of one) of the actor that acts for the workers; with --local the run's own device is used."""
+    gpus: float | None = Field(default=None, ge=0)
+    """GPUs (or a share of one) of the actor that acts for the workers; null: 0.25 where the ranks have GPUs, else 0.
+    With --local the run's own device is used."""
+    group: str | None = None
+    """Normaliser group that the environment belongs to, where `data.datasets` has several."""
     first_seed: int = Field(default=100_000, ge=0)
     """Episode i uses first_seed + i."""
     videos: bool = True

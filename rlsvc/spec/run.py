@@ -66,6 +66,10 @@ class RunSpec(Spec):
                 f"algo.batch_size: {self.algo.batch_size} is not a multiple of "
                 f"learner.ranks x algo.optimizer.accumulation = {self.learner.ranks * self.algo.optimizer.accumulation}"
             )
+        groups = sorted({dataset.group for dataset in self.data.datasets})
+        group = self.evaluation.group
+        if self.env is not None and ((group is None and len(groups) > 1) or group not in (None, *groups)):
+            raise ValueError(f"evaluation.group: got {group}, expected the environment's among {', '.join(groups)}")
         if self.resume and self.overwrite:
             raise ValueError("resume, overwrite: choose one; resume goes on with the run, overwrite deletes it first")
         return self

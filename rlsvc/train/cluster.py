@@ -41,8 +41,43 @@ def ensure_ray() -> None:
         raise UserError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
 
 
+def cluster_gpus() -> float:
+    """GPUs of the Ray cluster that this process is connected to, busy or not."""
+    import ray
+
+    return ray.cluster_resources().get("GPU", 0.0)
+
+
+def takes_gpu(device: str, cluster_gpus: float) -> bool:
+    """Whether what is to run on `device` (auto, cpu, gpu) takes a GPU of a cluster that has so many.
+
+    Raises:
+        UserError: `device` is gpu and the cluster has none.
+    """
+    if device == "gpu" and not cluster_gpus:
+        raise UserError("device: got gpu, but the Ray cluster has no GPU; take device=auto or device=cpu")
+    return cluster_gpus > 0 and device != "cpu"
+
+
+def place_on_gpus(spec: RunSpec, cluster_gpus: float) -> RunSpec:
+    """The specification with `learner.gpus_per_rank` and `evaluation.gpus` as numbers.
+
+    Raises:
+        UserError: `device` is gpu and the cluster has none.
+    """
+    learner, evaluation = spec.learner, spec.evaluation
+    per_rank = learner.gpus_per_rank
+    if per_rank is None:
+        apart = spec.env is None or cluster_gpus > learner.ranks
+        per_rank = (1.0 if apart else 0.75) if takes_gpu(spec.device, cluster_gpus) else 0.0
+    acting = evaluation.gpus
+    if acting is None:
+        acting = 0.25 if per_rank and spec.env is not None else 0.0
+    return spec.replace(learner=learner.replace(gpus_per_rank=per_rank), evaluation=evaluation.replace(gpus=acting))
+
+
 def check_resources(spec: RunSpec) -> None:
-    """Refuse a run that the cluster can never hold, before anything starts.
+    """Refuse a run that the cluster can never hold, before anything starts. `spec`: as `place_on_gpus` gives it.
 
     Raises:
         UserError: names the resource, what the run asks for and what there is.
@@ -51,6 +86,7 @@ def check_resources(spec: RunSpec) -> None:
 
     total = ray.cluster_resources()
     ranks, evaluation = spec.learner.ranks, spec.evaluation
+    per_rank, acting = spec.learner.gpus_per_rank or 0.0, evaluation.gpus or 0.0
     workers = evaluation.workers if spec.env else 0
     wanted = {
         "CPU": (
@@ -58,8 +94,8 @@ def check_resources(spec: RunSpec) -> None:
             f"{ranks} ranks x {spec.learner.cpus_per_rank:g} + {workers} rollout workers",
         ),
         "GPU": (
-            ranks * spec.learner.gpus_per_rank + evaluation.gpus,
-            f"{ranks} ranks x {spec.learner.gpus_per_rank:g} + evaluation {evaluation.gpus:g}",
+            ranks * per_rank + acting,
+            f"{ranks} ranks x {per_rank:g} + evaluation {acting:g}",
         ),
     }
     for name, (amount, why) in wanted.items():

@@ -1,10 +1,8 @@
 """The learner group: one rank in this process, or a Ray Train group that is reached through a mailbox.
 
-The driver posts numbered orders to the mailbox, an actor of its own; every rank asks for the next one, does it, and
-the first
-rank posts the result. When a rank dies, Ray Train starts the group again; the new ranks announce a new attempt and
-the step of the
-checkpoint that they read, and the driver learns of it as GroupRestarted.
+The driver posts numbered orders to the mailbox, an actor of its own; every rank asks for the next one, does it, and the
+first rank posts the result. When a rank dies, Ray Train starts the group again; the new ranks announce a new attempt
+and the step of the checkpoint that they read, and the driver learns of it as GroupRestarted.
 """
 
 from __future__ import annotations
@@ -53,9 +51,8 @@ class Mailbox:
     """Async actor between driver and ranks; holds the current attempt, its orders, and their results.
 
     Consumes orders from the driver and results from the first rank. Every call returns within POLL_S with what there
-    is, so
-    that nobody waits for ever on a peer that died; when the driver dies this actor dies with it, and the ranks' next
-    call fails.
+    is, so that nobody waits for ever on a peer that died; when the driver dies this actor dies with it, and the ranks'
+    next call fails.
     """
 
     def __init__(self) -> None:
@@ -117,9 +114,8 @@ class Mailbox:
 def rank_main(config: dict[str, Any]) -> None:
     """What every rank of the Ray Train group runs until the stop order.
 
-    Consumes orders from the mailbox, produces results (first rank) and checkpoints (all ranks, reported to Ray
-    Train). Waits
-    for the mailbox only; when it is gone, the driver is, and the rank ends.
+    Consumes orders from the mailbox, produces results (first rank) and checkpoints (all ranks, reported to Ray Train).
+    Waits for the mailbox only; when it is gone, the driver is, and the rank ends.
     """
     import ray
     import ray.train
@@ -246,7 +242,7 @@ class RayGroup:
             time.sleep(0.2)
         raise UserError(
             f"the learner group did not start within {START_TIMEOUT_S:.0f} s: {self.spec.learner.ranks} ranks of "
-            f"{self.spec.learner.cpus_per_rank:g} CPUs and {self.spec.learner.gpus_per_rank:g} GPUs; "
+            f"{self.spec.learner.cpus_per_rank:g} CPUs and {self.spec.learner.gpus_per_rank or 0:g} GPUs; "
             "`ray status` says what is free"
         )
 
@@ -269,7 +265,7 @@ def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):
 
     learner = spec.learner
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if learner.gpus_per_rank == 0 or spec.device == "cpu":
+    if not learner.gpus_per_rank or spec.device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
     resources = {"CPU": learner.cpus_per_rank} | ({"GPU": learner.gpus_per_rank} if learner.gpus_per_rank else {})
     return DataParallelTrainer(
@@ -277,7 +273,7 @@ def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):
         train_loop_config=config,
         backend_config=JaxBackendConfig(),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=learner.ranks, use_gpu=learner.gpus_per_rank > 0, resources_per_worker=resources
+            num_workers=learner.ranks, use_gpu=bool(learner.gpus_per_rank), resources_per_worker=resources
         ),
         run_config=ray.train.RunConfig(
             name="ray",

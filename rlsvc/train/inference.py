@@ -12,13 +12,21 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.types import ActionChunk
 from rlsvc.runner import PolicyRunner
 from rlsvc.store.bundle import read_bundle
+from rlsvc.train.workers import WorkerLost
 
 
 class LocalInference:
-    """A PolicyRunner that is given one bundle after the other and compiles once."""
+    """A PolicyRunner that is given one bundle after the other and compiles once; arguments are the runner's."""
 
-    def __init__(self, batch_sizes: tuple[int, ...], device: str, sample_steps: int | None = None) -> None:
-        self._options: dict[str, Any] = {"batch_sizes": batch_sizes, "device": device, "sample_steps": sample_steps}
+    def __init__(
+        self, batch_sizes: tuple[int, ...], device: str, sample_steps: int | None = None, group: str | None = None
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "batch_sizes": batch_sizes,
+            "device": device,
+            "sample_steps": sample_steps,
+            "group": group,
+        }
         self._runner: Any = None
 
     def load(self, path: str | Path) -> Contract:
@@ -38,45 +46,60 @@ class LocalInference:
         """See `rlsvc.runner.Runner.warm_up`."""
         self._runner.warm_up()
 
+    def close(self) -> None:
+        """Nothing runs that would have to end."""
+
 
 class RayInference:
     """LocalInference in an actor of its own, on a GPU (or a share of one) where one is asked for.
 
-    Consumes observation batches, produces action chunks; waits for nobody. When the actor dies, the next call raises
-    and the evaluation with it; the training run is not touched.
+    Consumes observation batches, produces action chunks; waits for nobody. When the actor dies it is replaced, with the
+    bundle that it had, and WorkerLost tells the caller to ask again.
     """
 
     def __init__(
-        self, batch_sizes: tuple[int, ...], device: str, gpus: float = 0.0, sample_steps: int | None = None
+        self, batch_sizes: tuple[int, ...], gpus: float = 0.0, sample_steps: int | None = None, group: str | None = None
     ) -> None:
         import ray
 
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
-        actor = ray.remote(num_cpus=0, num_gpus=gpus, runtime_env={"env_vars": environment})(LocalInference)
-        self._actor: Any = actor.remote(batch_sizes, device if gpus else "cpu", sample_steps)
+        self._class = ray.remote(num_cpus=0, num_gpus=gpus, runtime_env={"env_vars": environment})(LocalInference)
+        self._make = (batch_sizes, "gpu" if gpus else "cpu", sample_steps, group)
+        self._actor: Any = self._class.remote(*self._make)
+        self._path = ""
         self.version = ""
 
     def load(self, path: str | Path) -> Contract:
         """See LocalInference."""
-        import ray
-
-        self.contract: Contract = ray.get(self._actor.load.remote(str(path)))  # pyright: ignore[reportAttributeAccessIssue]
+        self._path = str(path)
+        try:
+            self.contract: Contract = self._call("load", self._path)
+        except WorkerLost:
+            self.contract = self._call("load", self._path)
         return self.contract
 
     def act(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> ActionChunk:
-        """See `rlsvc.runner.Runner.act`."""
-        import ray
-
-        return ray.get(self._actor.act.remote(dict(observation), seeds, steps))
+        """See `rlsvc.runner.Runner.act`. Raises WorkerLost."""
+        return self._call("act", dict(observation), seeds, steps)
 
     def warm_up(self) -> None:
-        """See `rlsvc.runner.Runner.warm_up`."""
-        import ray
-
-        ray.get(self._actor.warm_up.remote())
+        """See `rlsvc.runner.Runner.warm_up`. Raises WorkerLost."""
+        self._call("warm_up")
 
     def close(self) -> None:
         """End the actor."""
         import ray
 
         ray.kill(self._actor)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        import ray
+        import ray.exceptions
+
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments))
+        except ray.exceptions.RayActorError as error:
+            self._actor = self._class.remote(*self._make)
+            if method != "load":
+                self._actor.load.remote(self._path)
+            raise WorkerLost("the inference actor died") from error

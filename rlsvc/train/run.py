@@ -22,7 +22,7 @@ from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
 from rlsvc.store.registry import register
 from rlsvc.store.tracking import RunTracker, make_tracker
-from rlsvc.train.cluster import check_resources, ensure_ray
+from rlsvc.train.cluster import check_resources, cluster_gpus, ensure_ray, place_on_gpus
 from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate, write_video
 from rlsvc.train.group import LocalGroup, RayGroup
 from rlsvc.train.inference import LocalInference, RayInference
@@ -90,6 +90,7 @@ def train(
     contract = _env_contract(spec)
     if not local:
         ensure_ray()
+        spec = place_on_gpus(spec, cluster_gpus())
         check_resources(spec)
     stop = stop or threading.Event()
     tracker = make_tracker(spec, folder, resume=spec.resume)
@@ -203,15 +204,15 @@ class _Run:
 class Evaluator:
     """Rollout workers and the policy that acts for them, kept between evaluations."""
 
-    def __init__(self, spec: RunSpec, local: bool, sample_steps: int | None = None) -> None:
+    def __init__(self, spec: RunSpec, local: bool) -> None:
         assert spec.env is not None
-        self.spec, self.local, self.sample_steps = spec, local, sample_steps
+        self.spec, self.local = spec, local
         self._workers: Workers | None = None
         sizes = batch_sizes(spec.evaluation.parallel)
         self.inference = (
-            LocalInference(sizes, spec.device, sample_steps)
+            LocalInference(sizes, spec.device, group=spec.evaluation.group)
             if local
-            else RayInference(sizes, spec.device, spec.evaluation.gpus, sample_steps)
+            else RayInference(sizes, spec.evaluation.gpus or 0.0, group=spec.evaluation.group)
         )
 
     def run(self, bundle: Path, final: bool) -> Evaluation:
@@ -233,8 +234,7 @@ class Evaluator:
         """End workers and policy."""
         if self._workers is not None:
             self._workers.close()
-        if isinstance(self.inference, RayInference):
-            self.inference.close()
+        self.inference.close()
 
 
 def _env_contract(spec: RunSpec) -> Contract | None:

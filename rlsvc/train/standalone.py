@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rlsvc.envs.make import make_env
 from rlsvc.runner import BASELINES, BaselineRunner, Runner
 from rlsvc.spec.env import PushTSpec
 from rlsvc.store.registry import resolve
-from rlsvc.train.cluster import ensure_ray
+from rlsvc.train.cluster import cluster_gpus, ensure_ray, takes_gpu
 from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate
 from rlsvc.train.inference import LocalInference, RayInference
 from rlsvc.train.workers import make_workers
@@ -28,6 +29,7 @@ def evaluate_bundle(
     sample_steps: int | None = None,
     local: bool = False,
     device: str = "auto",
+    group: str | None = None,
     root: str = "runs",
 ) -> Evaluation:
     """Run episodes with a bundle's policy, or a baseline's.
@@ -41,7 +43,8 @@ def evaluate_bundle(
         parallel: episodes side by side.
         sample_steps: denoising steps, None for the policy's own.
         local: without Ray.
-        device: of the policy.
+        device: of the policy; auto takes a GPU where there is one.
+        group: the environment's normaliser group, for a bundle that has several.
         root: of runs and registry.
 
     Raises:
@@ -51,25 +54,24 @@ def evaluate_bundle(
         ensure_ray()
     env = make_env(env_spec)
     runner: Runner
-    inference: RayInference | None = None
-    if bundle in BASELINES:
-        runner = BaselineRunner(bundle, env.contract(action_horizon=BASELINE_HORIZON))
-    else:
-        sizes = batch_sizes(parallel)
-        if local:
-            runner = LocalInference(sizes, device, sample_steps)
+    with contextlib.ExitStack() as stack:
+        stack.callback(env.close)
+        if bundle in BASELINES:
+            runner = BaselineRunner(bundle, env.contract(action_horizon=BASELINE_HORIZON))
         else:
-            runner = inference = RayInference(sizes, device, 1.0 if device == "gpu" else 0.0, sample_steps)
-        contract = runner.load(resolve(bundle, root=root).absolute())
-        contract.check_same(env.contract(), "policy", f"environment {env_spec.name}")
-    env.close()
-    pool = make_workers(env_spec, runner.contract.n_obs_steps, workers, local)
-    try:
+            sizes = batch_sizes(parallel)
+            inference = (
+                LocalInference(sizes, device, sample_steps, group)
+                if local
+                else RayInference(sizes, float(takes_gpu(device, cluster_gpus())), sample_steps, group)
+            )
+            stack.callback(inference.close)
+            contract = inference.load(resolve(bundle, root=root).absolute())
+            contract.check_same(env.contract(), "policy", f"environment {env_spec.name}")
+            runner = inference
+        pool = make_workers(env_spec, runner.contract.n_obs_steps, workers, local)
+        stack.callback(pool.close)
         return evaluate(runner, pool, list(range(first_seed, first_seed + episodes)), parallel)
-    finally:
-        pool.close()
-        if inference is not None:
-            inference.close()
 
 
 def write_scores(evaluation: Evaluation, path: Path) -> Path:

@@ -100,6 +100,11 @@ def test_several_faults_are_told_together():
         ("policy.n_action_steps=16", r"n_action_steps: got 16, at most horizon - n_obs_steps \+ 1 = 15"),
         ("policy.sample_steps=101", r"sample_steps: got 101, at most train_steps = 100"),
         ("policy.guidance_scale=2", r"guidance_scale: other than 1 needs condition_dropout > 0"),
+        ("evaluation.group=arm", r"evaluation.group: got arm, expected the environment's among default"),
+        (
+            "data.datasets=[{path: a, group: arm}, {path: b, group: hand}]",
+            r"evaluation.group: got None, expected the environment's among arm, hand",
+        ),
         ("policy.backbone.down_dims=[12]", r"down_dims: 12 is not a multiple of n_groups = 8"),
         ("policy.backbone.kernel_size=4", r"kernel_size: got 4, expected an odd number"),
         (

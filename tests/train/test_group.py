@@ -11,12 +11,10 @@ import pytest
 from rlsvc.core.errors import UserError
 from rlsvc.store.bundle import read_bundle
 from rlsvc.store.tracking import read_metrics
-from rlsvc.train.cluster import check_resources
+from rlsvc.train.cluster import check_resources, place_on_gpus
 from rlsvc.train.group import LocalGroup
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.run import run_dir, train
-
-pytestmark = pytest.mark.ray
 
 
 def losses(spec) -> list[float]:
@@ -65,6 +63,28 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint_and_the_run_ends(ma
 def test_a_mistake_that_only_the_ranks_can_see_reaches_the_person_as_it_is(make_spec, ray_cluster):
     with pytest.raises(UserError, match="nowhere: no such file"):
         train(make_spec("data.datasets=[{path: nowhere}]", "env=null"))
+
+
+@pytest.mark.parametrize(
+    ("words", "cards", "per_rank", "acting"),
+    [
+        ([], 0, 0.0, 0.0),
+        ([], 1, 0.75, 0.25),
+        ([], 2, 1.0, 0.25),
+        (["learner.ranks=2"], 2, 0.75, 0.25),
+        (["env=null"], 1, 1.0, 0.0),
+        (["device=cpu"], 8, 0.0, 0.0),
+        (["learner.gpus_per_rank=0.5", "evaluation.gpus=0"], 4, 0.5, 0.0),
+    ],
+)
+def test_ranks_and_evaluation_take_the_gpus_that_the_cluster_has_unless_told(make_spec, words, cards, per_rank, acting):
+    placed = place_on_gpus(make_spec(*words), cards)
+    assert (placed.learner.gpus_per_rank, placed.evaluation.gpus) == (per_rank, acting)
+
+
+def test_a_gpu_asked_for_on_a_cluster_without_one_is_refused(make_spec):
+    with pytest.raises(UserError, match="device: got gpu, but the Ray cluster has no GPU"):
+        place_on_gpus(make_spec("device=gpu"), 0)
 
 
 def test_a_run_that_asks_for_more_than_the_cluster_has_is_refused_at_once(make_spec, ray_cluster):

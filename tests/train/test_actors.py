@@ -1,0 +1,93 @@
+"""Rollout and inference actors on a real Ray, and what happens when one dies in the middle of an evaluation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlsvc.data.normalize import Normalizer
+from rlsvc.envs.make import make_env
+from rlsvc.runner import BaselineRunner
+from rlsvc.spec.env import PushTSpec
+from rlsvc.store.bundle import write_bundle
+from rlsvc.train.evaluate import Evaluation, evaluate
+from rlsvc.train.inference import RayInference
+from rlsvc.train.workers import InProcess, RayWorkers
+
+SPEC = PushTSpec(max_steps=12)
+SEEDS = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def contract():
+    env = make_env(SPEC)
+    try:
+        return env.contract(n_obs_steps=2, action_horizon=5)
+    finally:
+        env.close()
+
+
+@pytest.fixture(scope="module")
+def reference(contract) -> Evaluation:
+    workers = InProcess(SPEC, 2)
+    try:
+        return evaluate(BaselineRunner("random", contract), workers, SEEDS, parallel=3)
+    finally:
+        workers.close()
+
+
+def rewards(evaluation: Evaluation) -> list[tuple[int, list[float]]]:
+    return [(episode.seed, episode.rewards) for episode in evaluation.episodes]
+
+
+def test_a_rollout_actor_that_dies_is_replaced_and_the_result_is_the_same(contract, reference, ray_cluster):
+    import ray
+
+    class KillsOne(RayWorkers):
+        steps = 0
+
+        def call(self, method, arguments):
+            self.steps += method == "step"
+            if self.steps == 2:
+                self.steps += 1
+                ray.kill(self._actors[1])
+            return super().call(method, arguments)
+
+    workers = KillsOne(SPEC, 2, 2, cpus=0.5)
+    try:
+        found = evaluate(BaselineRunner("random", contract), workers, SEEDS, parallel=3)
+    finally:
+        workers.close()
+    assert workers.steps > 3  # the wave was run again
+    assert rewards(found) == rewards(reference)
+
+
+def test_an_inference_actor_that_dies_is_replaced_with_its_bundle_and_the_result_is_the_same(
+    contract, reference, ray_cluster, tmp_path
+):
+    import ray
+
+    features = {**contract.observation, "action": contract.action}
+    data = {key: np.stack([np.zeros(f.shape), np.ones(f.shape)]) for key, f in features.items()}
+    normalizer = Normalizer.fit({"default": data}, features, {})
+    path = write_bundle(tmp_path / "b", policy={"name": "random"}, contract=contract, normalizer=normalizer, params={})
+    inference = RayInference((3,))
+
+    class KillsInference(InProcess):
+        killed = False
+
+        def call(self, method, arguments):
+            if method == "step" and not self.killed:
+                self.killed = True
+                ray.kill(inference._actor)
+            return super().call(method, arguments)
+
+    workers = KillsInference(SPEC, 2)
+    try:
+        assert inference.load(path) == contract
+        found = evaluate(inference, workers, SEEDS, parallel=3)
+    finally:
+        workers.close()
+        inference.close()
+    assert workers.killed
+    assert rewards(found) == rewards(reference)
