@@ -266,6 +266,7 @@ def test_a_job_runs_the_sent_tree_its_log_is_followed_and_it_does_not_run_twice(
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_job_that_fails_hands_on_its_exit_code_and_one_that_runs_is_stopped(head, tmp_path):
     failing = package_tree(tmp_path / "a", "import sys; print('bad'); sys.exit(7)")
     result = submit(head, "--working-dir", str(failing), "--", "doctor")

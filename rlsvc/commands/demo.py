@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ QUERIES = 200
 def demo(
     words: Annotated[list[str] | None, typer.Argument(help="key=value changes to experiment=pusht_demo.")] = None,
     port: Annotated[int, typer.Option(help="Loopback port of the endpoint, for as long as the demo lasts.")] = 8000,
+    output: Annotated[Path | None, typer.Option(help="Write the figures here too, as JSON.")] = None,
 ) -> None:
     """Train, evaluate, serve and query a small PushT policy; prints what came out and where it lies."""
     from rlsvc.commands.train import run_with_progress
@@ -85,9 +87,11 @@ def demo(
     rows |= {f"video, {name}": path for name, path in result.videos.items()}
     for name, value in rows.items():
         console.print(f"{name}: {value}")
-    console.print(
-        f"{(time.monotonic() - begin) / 60:.1f} minutes. A GPU trains the paper's size in four: see docs/benchmarks.md."
-    )
+    minutes = (time.monotonic() - begin) / 60
+    console.print(f"{minutes:.1f} minutes. A GPU trains the paper's size in four: see docs/benchmarks.md.")
+    if output is not None:
+        figures = {"minutes": minutes, "trained": trained, "random": chance.metrics(), "latency_ms": latencies}
+        output.write_text(json.dumps(figures, indent=1))
 
 
 def _drive(bundle: Path, env: Any, seed: int, port: int, console: Console) -> tuple[float, list[float]]:

@@ -29,6 +29,7 @@ def test_two_ranks_give_the_loss_of_one_with_the_same_global_batch(make_spec, ra
     assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_episodes_on_ray_actors_score_as_in_this_process(make_spec, ray_cluster):
     here = train(make_spec("name=here"), local=True)
     there = train(make_spec("name=there"))
@@ -60,6 +61,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint_and_the_run_ends(ma
     assert whole.step == 16
 
 
+@pytest.mark.slow
 def test_a_mistake_that_only_the_ranks_can_see_reaches_the_person_as_it_is(make_spec, ray_cluster):
     with pytest.raises(UserError, match="nowhere: no such file"):
         train(make_spec("data.datasets=[{path: nowhere}]", "env=null"))
