@@ -1,8 +1,7 @@
 """Ray Train backend that joins the ranks of a group into one JAX process group, on CPU and GPU.
 
 Ray 2.60's own JaxConfig overwrites CUDA_VISIBLE_DEVICES with 0..n-1, which hands two ranks of one host the same card,
-and starts no
-process group on CPUs. Here every rank keeps the devices that Ray gave it.
+and starts no process group on CPUs. Here every rank keeps the devices that Ray gave it.
 """
 
 from __future__ import annotations
