@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jaxtyping import install_import_hook
 
 # Before JAX is imported anywhere: tests run on the CPU, and a broadcast that was not meant is an error.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,6 +17,9 @@ os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+
+# Array shapes in the annotations of nets and algorithms are checked in every call, as long as tests run.
+install_import_hook(["rlsvc.nn", "rlsvc.algos"], "beartype.beartype")
 
 ROOT = Path(__file__).resolve().parent.parent
 
