@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from rlsvc.policies.api import Params, Policy
 from rlsvc.spec.imitation import ImitationSpec
 
 
+@no_type_check  # as a pytree it also holds shapes, or arrays of the host
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "ema", "opt_state"], meta_fields=[])
 @dataclass(frozen=True)
 class ImitationState:

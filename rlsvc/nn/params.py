@@ -29,7 +29,7 @@ def flatten_params(params: Any) -> dict[str, np.ndarray]:
     return {_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
-def unflatten_params(flat: Mapping[str, np.ndarray], like: Any) -> Any:
+def unflatten_params(flat: Mapping[str, np.ndarray | jax.Array], like: Any) -> Any:
     """A tree like `like` (arrays or shapes) with these weights.
 
     Raises:

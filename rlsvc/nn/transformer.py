@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from rlsvc.nn.layers import LayerNorm, Linear, dropout, mish, sinusoidal
 from rlsvc.spec.diffusion import TransformerSpec
@@ -102,7 +102,7 @@ class ActionTransformer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "b h a"],
-        t: Float[Array, " b"],
+        t: Int[Array, " b"],
         obs: Float[Array, "b t e"],
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b h a"]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from rlsvc.nn.layers import Conv1d, GroupNorm, Linear, Upsample1d, mish, sinusoidal
 from rlsvc.spec.diffusion import UNet1dSpec
@@ -73,7 +73,7 @@ class UNet1d(nnx.Module):
         self.widths, self.step_dim, self.levels = tuple(widths), step_dim, len(pairs)
         self.action_dim = action_dim
 
-    def film(self, t: Float[Array, "*b"], cond: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
+    def film(self, t: Int[Array, "*b"], cond: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
         """Scale and shift of every block. `t`: diffusion step, a number from 0; `cond`: what the observation says."""
         step = self.step2(mish(self.step1(sinusoidal(t.astype(jnp.float32), self.step_dim))))
         return self.film_layer(mish(jnp.concatenate([step, cond.astype(step.dtype)], axis=-1)))
@@ -106,7 +106,7 @@ class UNet1d(nnx.Module):
         return self.head(mish(self.last_norm(self.last(x)))).astype(jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "b h a"], t: Float[Array, " b"], cond: Float[Array, "b d"]
+        self, x: Float[Array, "b h a"], t: Int[Array, " b"], cond: Float[Array, "b d"]
     ) -> Float[Array, "b h a"]:
         """`denoise` with `film`, for training."""
         return self.denoise(x, self.film(t, cond))

@@ -9,7 +9,7 @@ Letters: B batch, T observation steps, H executed actions, A action dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Key
@@ -35,6 +35,7 @@ class ActOptions:
     guidance_scale: float | None = None
 
 
+@runtime_checkable
 class Policy(Protocol):
     """A policy that learns by a loss of its own and acts in chunks."""
 

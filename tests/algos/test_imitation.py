@@ -30,6 +30,12 @@ class Quadratic:
         loss = masked_mse(prediction, batch["action"], batch["mask"])
         return loss, {"loss": loss}
 
+    def initial_carry(self, batch_size):
+        return ()
+
+    def act(self, params, observation, carry, keys, options):
+        return jnp.broadcast_to(params["w"], (keys.shape[0], 2, 1)), carry, {}
+
 
 def windows(lengths=(5, 7)) -> Windows:
     steps = np.linspace(-1, 1, sum(lengths), dtype=np.float32)[:, None]

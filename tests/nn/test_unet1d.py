@@ -41,7 +41,7 @@ def test_the_prediction_has_the_chunks_shape_and_depends_on_chunk_step_and_condi
 def test_rows_do_not_mix():
     net = make()
     x, cond = jax.random.normal(jax.random.key(1), (3, 8, 2)), jnp.ones((3, 6))
-    call = nnx.jit(lambda net, x: net(x, jnp.zeros(3), cond))
+    call = nnx.jit(lambda net, x: net(x, jnp.zeros(3, int), cond))
     moved = call(net, x.at[0].add(1.0))
     np.testing.assert_array_equal(moved[1:], call(net, x)[1:])
 
@@ -49,7 +49,7 @@ def test_rows_do_not_mix():
 def test_films_of_many_steps_at_once_are_those_of_each():
     net = make()
     cond = jax.random.normal(jax.random.key(1), (3, 6))
-    steps = jnp.array([5.0, 2.0])
+    steps = jnp.array([5, 2])
     many = net.film(jnp.broadcast_to(steps[:, None], (2, 3)), jnp.broadcast_to(cond[None], (2, 3, 6)))
     for i in range(2):
         np.testing.assert_allclose(many[i], net.film(jnp.full(3, steps[i]), cond), atol=1e-6)
@@ -58,6 +58,6 @@ def test_films_of_many_steps_at_once_are_those_of_each():
 def test_bf16_computes_in_bf16_and_predicts_float32():
     net = nnx.eval_shape(lambda: UNet1d(2, 6, TINY, dtype=jnp.bfloat16, rngs=nnx.Rngs(params=jax.random.key(0))))
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(net))} == {jnp.dtype("float32")}
-    assert nnx.eval_shape(lambda net: net.film(jnp.zeros(1), jnp.zeros((1, 6))), net).dtype == jnp.bfloat16
-    out = nnx.eval_shape(lambda net: net(jnp.zeros((1, 8, 2)), jnp.zeros(1), jnp.zeros((1, 6))), net)
+    assert nnx.eval_shape(lambda net: net.film(jnp.zeros(1, int), jnp.zeros((1, 6))), net).dtype == jnp.bfloat16
+    out = nnx.eval_shape(lambda net: net(jnp.zeros((1, 8, 2)), jnp.zeros(1, int), jnp.zeros((1, 6))), net)
     assert out.dtype == jnp.float32
