@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -117,7 +117,7 @@ class PolicyRunner:
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
         self._params = jax.device_put(unflatten_params(bundle.params, self._like))
 
-        def act(params, observation, seeds, steps):
+        def act(params: Any, observation: dict[str, Any], seeds: Any, steps: Any) -> Any:
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
             normal = {key: normalizer.normalize(key, x, which) for key, x in observation.items()}
             action, _, _ = policy.act(params, normal, policy.initial_carry(seeds.shape[0]), keys, options)

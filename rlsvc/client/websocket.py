@@ -11,7 +11,6 @@ import websockets.asyncio.client
 import websockets.client
 import websockets.exceptions
 import websockets.frames
-import websockets.http11
 import websockets.protocol
 import websockets.uri
 

@@ -133,7 +133,7 @@ class Contract:
         Raises:
             ContractError: a missing or unknown key, a wrong shape or dtype, a value that is not finite; names the key.
         """
-        if not isinstance(observation, Mapping):
+        if not isinstance(observation, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - callers send anything
             raise ContractError(
                 f"observation: got {type(observation).__name__}, expected arrays by name: {self._keys()}"
             )

@@ -94,7 +94,7 @@ class PushT(gymnasium.Env):
             self._sim.block.position = tuple(state[2:4])
             self._sim.space.step(self._sim.dt)
             observation = self._sim.get_obs()
-        return self._observation(observation), {"coverage": self._sim._get_coverage()}
+        return self._observation(observation), {"coverage": self._sim._get_coverage()}  # pyright: ignore[reportPrivateUsage]
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
         """One control step of 0.1 s."""
