@@ -169,7 +169,7 @@ class Registry:
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
-        raise unknown_name("policy", name, self.names())
+        raise unknown_name(f"policy in {self.uri}:", name, self.names())
 
     def _version(self, name: str, number: str) -> Version:
         versions = {str(version.version): version for version in self.versions(name)}

@@ -86,6 +86,19 @@ def test_what_is_not_a_bundle_is_refused(tmp_path, bundle):
         serve(str(tmp_path), port=port)
 
 
+def test_a_normaliser_group_that_the_bundle_has_not_is_refused(bundle):
+    (port,) = free_ports(1)
+    with pytest.raises(BundleError, match="normaliser group: got 'arm', expected one of all"):
+        serve(str(bundle), port=port, group="arm")
+
+
+def test_a_registered_model_is_looked_up_under_the_root_that_was_given(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (port,) = free_ports(1)
+    with pytest.raises(UserError, match=str(tmp_path)):
+        serve("models:/arm@production", port=port, root=str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -110,7 +110,7 @@ def test_another_bundle_in_the_place_of_the_registered_one_is_refused(root):
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ("models:/pust/1", NotFoundError, r"unknown policy 'pust'\. Did you mean 'pusht'\? There are: pusht"),
+        ("models:/pust/1", NotFoundError, r"unknown policy in sqlite:///.*: 'pust'\. Did you mean 'pusht'\?"),
         ("models:/pusht/7", NotFoundError, r"no version 7\. There are: 1"),
         ("models:/pusht@prodution", NotFoundError, r"Did you mean 'production'\? There are: production"),
         ("models:pusht", SpecError, r"expected models:/name@alias"),
