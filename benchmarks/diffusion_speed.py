@@ -3,10 +3,9 @@
     python benchmarks/diffusion_speed.py            (needs lerobot[diffusion] for the peer)
 
 State PushT, horizon 16, U-Net (256, 512, 1024), 63.5 M parameters on both sides. float32 weights; products and
-convolutions run as
-TF32 on both sides (JAX's default on this hardware; PyTorch with allow_tf32, as lerobot-train sets it). Batches lie on
-the GPU on both
-sides; ours draws and normalises them in the update and keeps an average of the weights besides, LeRobot's does neither.
+convolutions run as TF32 on both sides (JAX's default on this hardware; PyTorch with allow_tf32, as lerobot-train sets
+it). Batches lie on the GPU on both sides; ours draws and normalises them in the update and keeps an average of the
+weights besides, LeRobot's does neither.
 Sides are timed in turn, `--rounds` times; the figure is the median, the interval the range of the rounds' medians.
 """
 

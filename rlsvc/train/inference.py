@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 
 from rlsvc.core.contract import Contract
+from rlsvc.core.errors import UserError
 from rlsvc.core.types import ActionChunk
 from rlsvc.runner import PolicyRunner
 from rlsvc.store.bundle import read_bundle
 from rlsvc.train.workers import WorkerLost
+
+ANSWER_TIMEOUT_S = 900.0
+"""An inference actor that does not answer for this long is taken for lost; a first answer also compiles."""
 
 
 class LocalInference:
@@ -53,8 +57,8 @@ class LocalInference:
 class RayInference:
     """LocalInference in an actor of its own, on a GPU (or a share of one) where one is asked for.
 
-    Consumes observation batches, produces action chunks; waits for nobody. When the actor dies it is replaced, with the
-    bundle that it had, and WorkerLost tells the caller to ask again.
+    Consumes observation batches, produces action chunks; waits for nobody. When the actor dies, or gives no answer for
+    ANSWER_TIMEOUT_S, it is replaced, with the bundle that it had, and WorkerLost tells the caller to ask again.
     """
 
     def __init__(
@@ -70,12 +74,18 @@ class RayInference:
         self.version = ""
 
     def load(self, path: str | Path) -> Contract:
-        """See LocalInference."""
+        """See LocalInference. Raises UserError when the actor dies over it twice."""
         self._path = str(path)
         try:
             self.contract: Contract = self._call("load", self._path)
         except WorkerLost:
-            self.contract = self._call("load", self._path)
+            try:
+                self.contract = self._call("load", self._path)
+            except WorkerLost as again:
+                raise UserError(
+                    f"bundle {path}: {again} twice while loading it. Its log lies in Ray's session folder "
+                    "(/tmp/ray/session_latest/logs); too little memory is the usual reason"
+                ) from again
         return self.contract
 
     def act(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> ActionChunk:
@@ -97,9 +107,10 @@ class RayInference:
         import ray.exceptions
 
         try:
-            return ray.get(getattr(self._actor, method).remote(*arguments))
-        except ray.exceptions.RayActorError as error:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=ANSWER_TIMEOUT_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            ray.kill(self._actor)
             self._actor = self._class.remote(*self._make)
             if method != "load":
                 self._actor.load.remote(self._path)
-            raise WorkerLost("the inference actor died") from error
+            raise WorkerLost("the inference actor died or hung") from error

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 
+from rlsvc.core.errors import UserError
 from rlsvc.data.normalize import Normalizer
 from rlsvc.envs.make import make_env
 from rlsvc.runner import BaselineRunner
 from rlsvc.spec.env import PushTSpec
 from rlsvc.store.bundle import write_bundle
 from rlsvc.train.evaluate import Evaluation, evaluate
-from rlsvc.train.inference import RayInference
-from rlsvc.train.workers import InProcess, RayWorkers
+from rlsvc.train.inference import LocalInference, RayInference
+from rlsvc.train.workers import InProcess, RayWorkers, WorkerLost
 
 SPEC = PushTSpec(max_steps=12)
 SEEDS = [5, 6, 7]
@@ -91,3 +96,40 @@ def test_an_inference_actor_that_dies_is_replaced_with_its_bundle_and_the_result
         inference.close()
     assert workers.killed
     assert rewards(found) == rewards(reference)
+
+
+def test_an_inference_actor_that_dies_over_a_bundle_twice_is_one_clear_message(ray_cluster):
+    inference = RayInference((3,))
+
+    def dies(self, path):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    import ray
+
+    inference._class = ray.remote(num_cpus=0)(type("Dies", (LocalInference,), {"load": dies}))
+    ray.kill(inference._actor)
+    inference._actor = inference._class.remote(*inference._make)
+    try:
+        with pytest.raises(UserError, match="bundle /b: the inference actor died or hung twice while loading it"):
+            inference.load("/b")
+    finally:
+        inference.close()
+
+
+def test_an_inference_actor_that_hangs_is_replaced_and_told(ray_cluster, monkeypatch):
+    import ray
+
+    monkeypatch.setattr("rlsvc.train.inference.ANSWER_TIMEOUT_S", 1.0)
+    inference = RayInference((3,))
+    inference._class = ray.remote(num_cpus=0)(
+        type("Hangs", (LocalInference,), {"warm_up": lambda self: time.sleep(60)})
+    )
+    ray.kill(inference._actor)
+    inference._actor = inference._class.remote(*inference._make)
+    before = inference._actor
+    try:
+        with pytest.raises(WorkerLost, match="died or hung"):
+            inference.warm_up()
+        assert inference._actor is not before
+    finally:
+        inference.close()
