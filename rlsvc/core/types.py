@@ -83,3 +83,54 @@ class EpisodeTable:
             names=self.names,
             units=self.units,
         )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of the streams of one rollout worker: what travels from worker to journal and replay.
+
+    A stream is one environment slot of one worker. A row is one step of an episode; an episode of n steps is n + 1
+    rows, the last of which (`is_last`) holds only the final observation. Row i of a stream is a real transition where
+    it is not `is_last`, row i + 1 exists, and that one is not `is_first`: an episode that was cut, since its simulator
+    or worker died, has no last row, and its newest row has no successor.
+
+    Letters: R rows, N streams of the worker, A action dimensions.
+
+    Attributes:
+        worker: number of the rollout worker.
+        incarnation: how often that worker was started before.
+        number: of the chunk, counted by the worker; (worker, incarnation, number) is its id, also when it is resent.
+        streams: [N] int32, numbers of the streams in the run.
+        offsets: [N + 1] int64; rows offsets[i] .. offsets[i + 1] belong to streams[i], in the order of time.
+        columns: by name [R, ...]: the observation's features by their names, `action`, `reward` (float32),
+            `terminated`, `truncated`, `is_first`, `is_last` (bool), `episode` (int64, unique in the run), `step` (int32,
+            in the episode), `version` (int32, of the weights that acted), and what the policy hands out besides
+            (`behaviour_mean` [R, A], ...).
+    """
+
+    worker: int
+    incarnation: int
+    number: int
+    streams: np.ndarray
+    offsets: np.ndarray
+    columns: dict[str, np.ndarray]
+
+    @property
+    def id(self) -> tuple[int, int, int]:
+        """The same for a chunk that is sent again."""
+        return self.worker, self.incarnation, self.number
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return int(self.offsets[-1])
+
+    @property
+    def num_steps(self) -> int:
+        """Environment steps in it: rows that are not final observations."""
+        return self.num_rows - int(self.columns["is_last"].sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(column.nbytes for column in self.columns.values())
