@@ -103,8 +103,8 @@ class Chunk:
         streams: [N] int32, numbers of the streams in the run.
         offsets: [N + 1] int64; rows offsets[i] .. offsets[i + 1] belong to streams[i], in the order of time.
         columns: by name [R, ...]: the observation's features by their names, `action`, `reward` (float32),
-            `terminated`, `truncated`, `is_first`, `is_last` (bool), `episode` (int64, unique in the run), `step` (int32,
-            in the episode), `version` (int32, of the weights that acted), and what the policy hands out besides
+            `terminated`, `truncated`, `is_first`, `is_last` (bool), `episode` (int64, unique in the run), `step`
+            (int32, in the episode), `version` (int32, of the weights that acted), and what the policy hands out besides
             (`behaviour_mean` [R, A], ...).
     """
 
