@@ -1,0 +1,542 @@
+"""Replay: a ring of the newest rows of every stream, filled by chunks and sampled through a `ReplayView`.
+
+A row is one step of one stream; `rlsvc.core.types.Chunk` says when it is a real transition. Adding a chunk takes three
+steps: check it (all or nothing), work out on the host which slots it fills and which transitions begin or end
+(`_Ledger`), and write that to where the rows lie. On the device the writing is one compiled scatter into donated
+arrays; row counts are padded to powers of two, so that it is compiled a few times and never again.
+
+The rows are no store: the journal is. A replay that is filled again with the same chunks is the same one (`digest`).
+
+Letters: S streams, C rows of a stream, R rows of a chunk, P rows after padding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlsvc.core.errors import DatasetError, SpecError, UserError, nearest
+from rlsvc.core.types import Chunk, EpisodeTable
+from rlsvc.data.sequence import ReplayView
+from rlsvc.spec.replay import PrioritySpec, ReplaySpec
+
+DEVICE_SHARE = 0.5
+"""Largest share of accelerator memory that "auto" placement gives to the ring."""
+MIN_ROWS = 64
+"""Fewest rows that the compiled scatter is padded to."""
+ALWAYS = {"reward": "float32", "terminated": "bool"}
+"""Columns of one number a row that every replay keeps."""
+BOOKKEEPING = {"truncated": "bool", "is_first": "bool", "is_last": "bool", "episode": "int64", "step": "int32"}
+"""Columns of one number a row that every chunk has; a replay keeps those that its schema names."""
+OPTIONAL = ("version",)
+"""May be in a chunk without being in the schema."""
+
+
+class FeatureLike(Protocol):
+    """What a column's entry in a schema must have (`rlsvc.core.contract.Feature`, `jax.ShapeDtypeStruct`)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one row."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """A numpy dtype or its name."""
+        ...
+
+
+class Replay:
+    """The newest C rows of each stream; see the module."""
+
+    def __init__(
+        self,
+        spec: ReplaySpec,
+        schema: Mapping[str, FeatureLike],
+        streams: Sequence[int],
+        *,
+        observation: Sequence[str] | None = None,
+        folder: Path | None = None,
+        device: Any = None,
+    ) -> None:
+        """An empty replay.
+
+        Args:
+            spec: capacity, placement and priority.
+            schema: columns to keep besides reward and terminated: observations, `action`, what else the policy hands
+                out. int64 and float64 are kept in 32 bits, wherever the rows lie.
+            streams: numbers of the streams that this replay takes (all of them, or a rank's share).
+            observation: names of the columns that the policy sees; None takes those that begin with "observation.".
+            folder: of the memory-mapped files; needed for placement "disk".
+            device: for placement "device"; None is JAX's first.
+
+        Raises:
+            SpecError: a capacity that leaves too few rows to a stream.
+            DatasetError: a column that cannot be kept; names it.
+            UserError: the ring does not fit on the disk or the device.
+        """
+        spec.check(len(streams))
+        self.spec = spec
+        self.observation = tuple(name for name in schema if name.startswith("observation."))
+        if observation is not None:
+            self.observation = tuple(observation)
+        self.schema = _resolve_schema(schema, self.observation)
+        self.streams = tuple(int(stream) for stream in streams)
+        shape = len(self.streams), spec.rows_per_stream(len(self.streams))
+        self._ledger = _Ledger(*shape)
+        self._slot_of = {stream: slot for slot, stream in enumerate(self.streams)}
+        self._seen: set[tuple[int, int, int]] = set()
+        self._device = device or jax.local_devices()[0]
+        row_bytes = sum(math.prod(column.shape) * column.stored.itemsize for column in self.schema.values())
+        self.nbytes = math.prod(shape) * row_bytes
+        self.placement = _place(spec.placement, self.nbytes, self._device)
+        columns = {name: ((*shape, *column.shape), column.stored) for name, column in self.schema.items()}
+        self._state: dict[str, Any] = {
+            "columns": self._allocate(columns, folder),
+            "real": self._ledger.real,
+            "starts": self._ledger.starts,
+            "first": self._ledger.first,
+            "count": self._ledger.count,
+            "mass": None if spec.priority is None else np.zeros(shape, np.float32),
+            "top": None if spec.priority is None else np.float32(1.0),
+        }
+        if self.placement == "device":
+            columns = self._state.pop("columns")
+            self._state = {**_copy_to(self._state, self._device), "columns": columns}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are stored now."""
+        return int(self._ledger.size.sum())
+
+    @property
+    def num_transitions(self) -> int:
+        """Real transitions that can be drawn now."""
+        return int(self._ledger.count.sum())
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes of which at least one row is stored."""
+        return self._ledger.num_episodes
+
+    def view(self) -> ReplayView:
+        """What sampling needs; good until the next `add` or `update_priorities`."""
+        beta = 0.0 if self.spec.priority is None else self.spec.priority.beta
+        leaves = {name: value for name, value in self._state.items() if name != "top"}
+        return ReplayView(**leaves, observation=self.observation, beta=beta)
+
+    def add(self, chunk: Chunk) -> bool:
+        """Store a chunk's rows, oldest rows making room.
+
+        Returns:
+            False when a chunk of this id was added before; nothing is stored then.
+
+        Raises:
+            DatasetError: a stream, column, shape or dtype that is not this replay's, or a number that is not finite;
+                names it. Nothing is stored.
+        """
+        if chunk.id in self._seen:
+            return False
+        slot = self._check(chunk)
+        self._seen.add(chunk.id)
+        rank = np.arange(chunk.num_rows) - np.repeat(chunk.offsets[:-1], np.diff(chunk.offsets))
+        # A stream's rows are written at most C - 1 at a time, so that no slot is written twice at once.
+        piece = rank // (self._ledger.rows - 1)
+        for number in range(int(piece.max(initial=-1)) + 1):
+            rows = slice(None) if not piece.any() else np.flatnonzero(piece == number)
+            columns = {name: chunk.columns[name][rows] for name in (*self.schema, *BOOKKEEPING)}
+            self._write(columns, self._ledger.add(slot[rows], columns))
+        return True
+
+    def update_priorities(self, index: Any, priority: Any) -> None:
+        """Set priorities of transitions that were drawn.
+
+        Args:
+            index: [B] or [K, B] int32 as in a batch; of a transition that stands there twice, the last one counts.
+            priority: the same shape, not negative; one that is not finite leaves the old one.
+        """
+        if self.spec.priority is None:
+            raise SpecError("this replay draws uniformly: set replay.priority to give priorities")
+        write = _set_mass_jit if self.placement == "device" else partial(_set_mass, np)
+        mass, top = self._state.pop("mass"), self._state.pop("top")
+        mass, top = write(mass, top, self._state["real"], index, priority, self.spec.priority)
+        self._state.update(mass=mass, top=top)
+
+    def priorities(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps beside the journal's cursor, since rows come back from the journal without it."""
+        return {} if self.spec.priority is None else {name: np.array(self._state[name]) for name in ("mass", "top")}
+
+    def restore_priorities(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Put back what `priorities` gave, once the same chunks were added."""
+        arrays = {name: np.array(value) for name, value in saved.items()}
+        self._state.update(_copy_to(arrays, self._device) if self.placement == "device" else arrays)
+
+    def digest(self) -> str:
+        """sha256 over rows, their places and the ids seen (not priorities): equal replays have equal ones."""
+        digest = hashlib.sha256(repr((self.streams, sorted(self._seen))).encode())
+        for array in self._ledger.arrays():
+            digest.update(array.tobytes())
+        for name in sorted(self.schema):
+            column = np.asarray(self._state["columns"][name])
+            digest.update(f"{name} {column.dtype} {column.shape}".encode())
+            for slot, size in enumerate(self._ledger.size):
+                digest.update(column[slot, :size].tobytes())
+        return digest.hexdigest()
+
+    def _allocate(self, columns: dict[str, tuple[tuple[int, ...], np.dtype]], folder: Path | None) -> dict[str, Any]:
+        if self.placement == "device":
+            with jax.default_device(self._device):
+                return {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in columns.items()}
+        if self.placement == "host":
+            return {name: np.zeros(shape, dtype) for name, (shape, dtype) in columns.items()}
+        if folder is None:
+            raise SpecError("replay.placement: disk needs a folder for its files")
+        folder.mkdir(parents=True, exist_ok=True)
+        return {name: _memory_mapped(folder / f"{name}.bin", shape, dtype) for name, (shape, dtype) in columns.items()}
+
+    def _check(self, chunk: Chunk) -> np.ndarray:
+        """Refuse a chunk that does not fit; gives each row's slot, [R] int64."""
+        where = f"chunk {chunk.number} of worker {chunk.worker}"
+        for stream in chunk.streams.tolist():
+            if stream not in self._slot_of:
+                raise DatasetError(f"{where}: stream {stream} is not of this replay, which has {len(self.streams)}")
+        lengths = np.diff(chunk.offsets)
+        if len(chunk.offsets) != len(chunk.streams) + 1 or chunk.offsets[0] != 0 or (lengths < 0).any():
+            raise DatasetError(f"{where}: offsets {chunk.offsets.tolist()} do not cut rows into the streams' shares")
+        if len(set(chunk.streams.tolist())) < len(chunk.streams):
+            raise DatasetError(f"{where}: a stream stands in it twice: {chunk.streams.tolist()}")
+        known = {**{name: _Column((), np.dtype(dtype)) for name, dtype in BOOKKEEPING.items()}, **self.schema}
+        for name in chunk.columns:
+            if name not in known and name not in OPTIONAL:
+                guess = nearest(name, known)
+                hint = f" (did you mean '{guess}'?)" if guess else ""
+                raise DatasetError(f"{where}: column '{name}' is not in the replay's schema{hint}: {', '.join(known)}")
+        for name, column in known.items():
+            if name not in chunk.columns:
+                raise DatasetError(f"{where}: column '{name}' is missing; it has: {', '.join(chunk.columns)}")
+            array, expected = chunk.columns[name], (chunk.num_rows, *column.shape)
+            if array.shape != expected or array.dtype != column.dtype:
+                raise DatasetError(
+                    f"{where}: column '{name}' is {array.dtype}{list(array.shape)}, expected "
+                    f"{column.dtype}{list(expected)}"
+                )
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                row = int(np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(1))[0])
+                raise DatasetError(
+                    f"{where}: column '{name}' is not finite in row {row} (episode {chunk.columns['episode'][row]}, "
+                    f"step {chunk.columns['step'][row]}). The simulator or the policy gave it; nothing was stored."
+                )
+            if (
+                column.stored != column.dtype
+                and array.dtype.kind == "i"
+                and not np.array_equal(array, array.astype(column.stored))
+            ):
+                raise DatasetError(f"{where}: column '{name}' has numbers beyond {column.stored}")
+        return np.repeat([self._slot_of[stream] for stream in chunk.streams.tolist()], lengths).astype(np.int64)
+
+    def _write(self, columns: dict[str, np.ndarray], change: _Change) -> None:
+        values = {name: columns[name] for name in self.schema}
+        if self.placement != "device":
+            for name, value in values.items():
+                self._state["columns"][name][change.slot, change.position] = value
+            if self.spec.priority is not None:
+                self._state["mass"][change.slot, change.position] = 0
+                self._state["mass"][change.begun_slot, change.begun] = self._state["top"]
+            return
+        rows = max(MIN_ROWS, 1 << (len(change.slot) - 1).bit_length())
+        stored = {name: value.astype(self.schema[name].stored, copy=False) for name, value in values.items()}
+        # Slot S does not exist: what is padded with it is dropped.
+        update = {
+            "columns": {name: _pad(value, rows) for name, value in stored.items()},
+            "slot": _pad(change.slot, rows, self._ledger.streams),
+            "position": _pad(change.position, rows),
+            "begun_slot": _pad(change.begun_slot, rows, self._ledger.streams),
+            "begun": _pad(change.begun, rows),
+            "entry": _pad(change.entry, rows),
+            "first": self._ledger.first.copy(),
+            "count": self._ledger.count.copy(),
+        }
+        self._state = _scatter(self._state, jax.device_put(update, self._device))
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Shape of one row, dtype in a chunk, and dtype in the ring."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def stored(self) -> np.dtype:
+        return {"int64": np.dtype("int32"), "float64": np.dtype("float32")}.get(self.dtype.name, self.dtype)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Where the rows of a piece go, and which transitions that begins.
+
+    Attributes:
+        slot, position: [R]; of each new row.
+        begun_slot, begun: where a row became a real transition, since its successor arrived.
+        entry: likewise, its place in the ring of starts.
+    """
+
+    slot: np.ndarray
+    position: np.ndarray
+    begun_slot: np.ndarray
+    begun: np.ndarray
+    entry: np.ndarray
+
+
+class _Ledger:
+    """Which rows are where, and which of them are real transitions: the part of a replay that is always on the host.
+
+    `real`, `starts`, `first` and `count` are those of `ReplayView`.
+    """
+
+    def __init__(self, streams: int, rows: int) -> None:
+        self.streams, self.rows = streams, rows
+        self.head = np.zeros(streams, np.int32)  # where the next row goes
+        self.size = np.zeros(streams, np.int32)
+        self.real = np.zeros((streams, rows), bool)
+        self.starts = np.zeros((streams, rows), np.int32)
+        self.first = np.zeros(streams, np.int32)
+        self.count = np.zeros(streams, np.int32)
+        self.opens = np.zeros((streams, rows), bool)  # rows that begin an episode
+        self.last_step = np.zeros(streams, np.int64)  # of the newest row, as are the two below
+        self.last_episode = np.zeros(streams, np.int64)
+        self.ended = np.ones(streams, bool)
+
+    @property
+    def num_episodes(self) -> int:
+        tail = (self.head - self.size) % self.rows
+        cut = (self.size > 0) & ~self.opens[np.arange(self.streams), tail]
+        return int(self.opens.sum() + cut.sum())
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        places = self.head, self.size, self.first, self.count, self.ended, self.last_step, self.last_episode
+        return (*places, self.real, self.opens, self.starts)
+
+    def add(self, slot: np.ndarray, columns: Mapping[str, np.ndarray]) -> _Change:
+        """Take in rows (at most C - 1 of a stream, each stream's in a row, in the order of time)."""
+        new = np.bincount(slot, minlength=self.streams)
+        begins = np.flatnonzero(np.diff(slot, prepend=-1))  # of each stream's rows among all
+        rank = np.arange(len(slot)) - np.repeat(begins, new[slot[begins]])
+        position = (self.head[slot] + rank) % self.rows
+
+        # The rows before the new ones: within the piece, or the newest one of the stream.
+        is_begin = rank == 0
+        episode, step, is_last = columns["episode"], columns["step"], columns["is_last"]
+        before_episode = np.where(is_begin, self.last_episode[slot], np.roll(episode, 1))
+        before_step = np.where(is_begin, self.last_step[slot], np.roll(step, 1))
+        before_ended = np.where(is_begin, self.ended[slot], np.roll(is_last, 1))
+        # A row that does not follow the one before it (one between them was lost) makes no transition of it.
+        follows = (episode == before_episode) & (step == before_step + 1)
+        link = ~columns["is_first"] & ~before_ended & follows
+        begun_slot, begun = slot[link], (position[link] - 1) % self.rows
+
+        # What the new rows overwrite is the oldest, so its transitions are the oldest entries of `starts`.
+        lost = np.bincount(slot[self.real[slot, position]], minlength=self.streams)
+        self.first[:] = (self.first + lost) % self.rows
+        self.count -= lost.astype(np.int32)
+        self.real[slot, position] = False
+        self.real[begun_slot, begun] = True
+        linked_before = np.cumsum(link) - link
+        order = linked_before[link] - np.repeat(linked_before[begins], new[slot[begins]])[link]
+        entry = (self.first[begun_slot] + self.count[begun_slot] + order) % self.rows
+        self.starts[begun_slot, entry] = begun
+        self.count += np.bincount(begun_slot, minlength=self.streams).astype(np.int32)
+
+        self.opens[slot, position] = columns["is_first"]
+        ends, touched = begins + new[slot[begins]] - 1, slot[begins]
+        self.last_episode[touched], self.last_step[touched] = episode[ends], step[ends]
+        self.ended[touched] = is_last[ends]
+        self.head[:] = (self.head + new) % self.rows
+        self.size[:] = np.minimum(self.size + new, self.rows)
+        return _Change(slot, position, begun_slot, begun, entry)
+
+
+def replay_from_table(
+    table: EpisodeTable,
+    *,
+    observation: Sequence[str],
+    action: str = "action",
+    reward: str | None = None,
+    terminated: str | None = None,
+    spec: ReplaySpec | None = None,
+    streams: int = 1,
+    folder: Path | None = None,
+    device: Any = None,
+) -> Replay:
+    """A replay that holds all of a table's episodes (demonstrations), to be mixed with rollouts or learned from alone.
+
+    A table has no final observations. An episode whose last step is terminated keeps that step, with its last
+    observation repeated as the final one, which nothing bootstraps from; any other gives up its last step, whose
+    observation is then the final one.
+
+    Args:
+        table: the episodes.
+        observation: names of the columns that the policy sees.
+        action: name of the action's column, which is `action` in the replay.
+        reward: name of the reward's column; None stores zeros.
+        terminated: name of a column that is True at a step that ended its episode for good; None takes every end for a
+            truncation.
+        spec: placement and priority; its capacity is not looked at.
+        streams: the episodes are dealt out over so many.
+        folder: see `Replay`.
+        device: see `Replay`.
+
+    Raises:
+        DatasetError: a column that the table lacks, or what `Replay.add` refuses; named.
+    """
+    for name in (*observation, action, *filter(None, (reward, terminated))):
+        if name not in table.columns:
+            guess = nearest(name, table.columns)
+            hint = f" (did you mean '{guess}'?)" if guess else ""
+            raise DatasetError(
+                f"{table.source or 'table'}: no column '{name}'{hint}; it has: {', '.join(table.columns)}"
+            )
+    parts: list[list[dict[str, np.ndarray]]] = [[] for _ in range(streams)]
+    for number in range(table.num_episodes):
+        episode = table.episode(number)
+        steps = len(episode[action])
+        ends = terminated is not None and bool(np.reshape(episode[terminated], steps)[-1])
+        rows = np.minimum(np.arange(steps + ends), steps - 1)
+        final = rows.size - 1
+        is_final = np.arange(rows.size) == final
+        rewards = np.zeros(steps) if reward is None else np.reshape(episode[reward], steps)
+        part = {name: episode[name][rows] for name in (*observation, action)}
+        actions = part.pop(action).astype(np.float32) if episode[action].dtype.kind == "f" else part.pop(action)
+        actions[final] = 0
+        part |= {
+            "action": actions,
+            "reward": np.where(is_final, 0, rewards[rows]).astype(np.float32),
+            "terminated": np.arange(rows.size) == (final - 1 if ends else -1),
+            "truncated": np.arange(rows.size) == (final - 1 if not ends else -1),
+            "is_first": np.arange(rows.size) == 0,
+            "is_last": is_final,
+            "episode": np.full(rows.size, number, np.int64),
+            "step": np.arange(rows.size, dtype=np.int32),
+        }
+        parts[number % streams].append(part)
+    if any(not part for part in parts):
+        raise DatasetError(f"{table.source or 'table'}: {table.num_episodes} episodes for {streams} streams")
+    joined = [{name: np.concatenate([e[name] for e in part]) for name in part[0]} for part in parts]
+    columns = {name: np.concatenate([part[name] for part in joined]) for name in joined[0]}
+    offsets = np.cumsum([0, *(len(part["reward"]) for part in joined)], dtype=np.int64)
+    longest = int(np.diff(offsets).max())
+    schema = {name: jax.ShapeDtypeStruct(columns[name].shape[1:], columns[name].dtype) for name in (*observation,)}
+    schema["action"] = jax.ShapeDtypeStruct(columns["action"].shape[1:], columns["action"].dtype)
+    replay = Replay(
+        (spec or ReplaySpec()).replace(capacity=streams * max(longest, 3)),
+        schema,
+        range(streams),
+        observation=observation,
+        folder=folder,
+        device=device,
+    )
+    replay.add(Chunk(0, 0, 0, np.arange(streams, dtype=np.int32), offsets, columns))
+    return replay
+
+
+def _resolve_schema(schema: Mapping[str, FeatureLike], observation: Sequence[str]) -> dict[str, _Column]:
+    for name in (*observation, "action"):
+        if name not in schema:
+            raise DatasetError(f"replay: '{name}' is not in the schema, which has: {', '.join(schema) or 'nothing'}")
+    columns = {name: _Column((), np.dtype(dtype)) for name, dtype in ALWAYS.items()}
+    for name, feature in schema.items():
+        dtype = np.dtype(feature.dtype)
+        if dtype.kind not in "biuf":
+            raise DatasetError(f"replay: column '{name}' is {dtype}; only numbers and booleans can be kept")
+        columns[name] = _Column(tuple(feature.shape), dtype)
+    return columns
+
+
+def _place(wanted: str, nbytes: int, device: Any) -> str:
+    memory = device.memory_stats() if device.platform != "cpu" else None
+    limit = memory["bytes_limit"] if memory else None
+    if wanted == "auto":
+        return "device" if limit is None or nbytes <= DEVICE_SHARE * limit else "host"
+    if wanted == "device" and limit is not None and nbytes > limit:
+        raise SpecError(
+            f"replay.placement: the ring takes {nbytes / 2**30:.1f} GiB and the device has {limit / 2**30:.1f}. Lower "
+            "replay.capacity, or set replay.placement to host or disk."
+        )
+    return wanted
+
+
+def _memory_mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.memmap:
+    """A file of zeros as an array. All of it is allocated now: a full disk would later be a SIGBUS."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UserError(
+            f"replay: {path} of {size / 2**30:.2f} GiB cannot be made ({error.strerror}). Free some space, or lower "
+            "replay.capacity."
+        ) from error
+    return np.memmap(path, dtype, "r+", shape=shape)
+
+
+def _copy_to(arrays: Any, device: Any) -> Any:
+    # Copied: on the CPU a device array may share a numpy array's memory, and the ledger goes on writing into that.
+    return jax.tree.map(lambda x: jnp.array(jax.device_put(x, device), copy=True), arrays)
+
+
+def _pad(array: np.ndarray, rows: int, fill: int = 0) -> np.ndarray:
+    dtype = np.dtype("int32") if array.dtype == np.int64 else array.dtype
+    padded = np.full((rows, *array.shape[1:]), fill, dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+@partial(jax.jit, donate_argnums=0)
+def _scatter(state: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
+    at, begun = (update["slot"], update["position"]), (update["begun_slot"], update["begun"])
+    columns = {
+        name: column.at[at].set(update["columns"][name], mode="drop") for name, column in state["columns"].items()
+    }
+    mass = state["mass"]
+    return {
+        "columns": columns,
+        "real": state["real"].at[at].set(False, mode="drop").at[begun].set(True, mode="drop"),
+        "starts": state["starts"].at[update["begun_slot"], update["entry"]].set(update["begun"], mode="drop"),
+        "first": update["first"],
+        "count": update["count"],
+        "mass": None if mass is None else mass.at[at].set(0.0, mode="drop").at[begun].set(state["top"], mode="drop"),
+        "top": state["top"],
+    }
+
+
+def _set_mass(
+    xp: Any, mass: Any, top: Any, real: Any, index: Any, priority: Any, spec: PrioritySpec
+) -> tuple[Any, Any]:
+    """Mass and its largest value, with new priorities at `index`; of equal indices the last one counts."""
+    rows = mass.shape[1]
+    index, priority = xp.asarray(index).reshape(-1), xp.asarray(priority, xp.float32).reshape(-1)
+    order = xp.argsort(index, stable=True)
+    index, priority = index[order], priority[order]
+    last = xp.concatenate([index[1:] != index[:-1], xp.ones(1, bool)])
+    slot, position = index // rows, index % rows
+    value = (xp.maximum(priority, 0) + xp.float32(spec.epsilon)) ** xp.float32(spec.alpha)
+    taken = last & xp.isfinite(priority) & real[slot, position]
+    top = xp.maximum(top, xp.where(taken, value, 0).max(initial=0))
+    if xp is np:
+        mass[slot[taken], position[taken]] = value[taken]
+        return mass, top
+    return mass.at[xp.where(taken, slot, mass.shape[0]), position].set(value, mode="drop"), top
+
+
+_set_mass_jit = jax.jit(partial(_set_mass, jnp), donate_argnums=0, static_argnums=5)
