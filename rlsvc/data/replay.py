@@ -2,8 +2,8 @@
 
 A row is one step of one stream; `rlsvc.core.types.Chunk` says when it is a real transition. Adding a chunk takes three
 steps: check it (all or nothing), work out on the host which slots it fills and which transitions begin or end
-(`_Ledger`), and write that to where the rows lie. On the device the writing is one compiled scatter into donated
-arrays; row counts are padded to powers of two, so that it is compiled a few times and never again.
+(`rlsvc.data.ring`), and write that to where the rows lie. On the device the writing is one compiled scatter into
+donated arrays; row counts are padded to powers of two, so that it is compiled a few times and never again.
 
 The rows are no store: the journal is. A replay that is filled again with the same chunks is the same one (`digest`).
 
@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlsvc.core.errors import DatasetError, SpecError, UserError, nearest
-from rlsvc.core.types import Chunk, EpisodeTable
+from rlsvc.core.types import Chunk
+from rlsvc.data.ring import Change, Ring
 from rlsvc.data.sequence import ReplayView
 from rlsvc.spec.replay import PrioritySpec, ReplaySpec
 
@@ -34,6 +35,8 @@ DEVICE_SHARE = 0.5
 """Largest share of accelerator memory that "auto" placement gives to the ring."""
 MIN_ROWS = 64
 """Fewest rows that the compiled scatter is padded to."""
+MAX_ROWS = 4096
+"""Most rows of a stream that are written at once."""
 ALWAYS = {"reward": "float32", "terminated": "bool"}
 """Columns of one number a row that every replay keeps."""
 BOOKKEEPING = {"truncated": "bool", "is_first": "bool", "is_last": "bool", "episode": "int64", "step": "int32"}
@@ -93,7 +96,7 @@ class Replay:
         self.schema = _resolve_schema(schema, self.observation)
         self.streams = tuple(int(stream) for stream in streams)
         shape = len(self.streams), spec.rows_per_stream(len(self.streams))
-        self._ledger = _Ledger(*shape)
+        self._ring = Ring(*shape)
         self._slot_of = {stream: slot for slot, stream in enumerate(self.streams)}
         self._seen: set[tuple[int, int, int]] = set()
         self._device = device or jax.local_devices()[0]
@@ -103,10 +106,10 @@ class Replay:
         columns = {name: ((*shape, *column.shape), column.stored) for name, column in self.schema.items()}
         self._state: dict[str, Any] = {
             "columns": self._allocate(columns, folder),
-            "real": self._ledger.real,
-            "starts": self._ledger.starts,
-            "first": self._ledger.first,
-            "count": self._ledger.count,
+            "real": self._ring.real,
+            "starts": self._ring.starts,
+            "first": self._ring.first,
+            "count": self._ring.count,
             "mass": None if spec.priority is None else np.zeros(shape, np.float32),
             "top": None if spec.priority is None else np.float32(1.0),
         }
@@ -117,17 +120,17 @@ class Replay:
     @property
     def num_rows(self) -> int:
         """Rows that are stored now."""
-        return int(self._ledger.size.sum())
+        return int(self._ring.size.sum())
 
     @property
     def num_transitions(self) -> int:
         """Real transitions that can be drawn now."""
-        return int(self._ledger.count.sum())
+        return int(self._ring.count.sum())
 
     @property
     def num_episodes(self) -> int:
         """Episodes of which at least one row is stored."""
-        return self._ledger.num_episodes
+        return self._ring.num_episodes
 
     def view(self) -> ReplayView:
         """What sampling needs; good until the next `add` or `update_priorities`."""
@@ -151,11 +154,11 @@ class Replay:
         self._seen.add(chunk.id)
         rank = np.arange(chunk.num_rows) - np.repeat(chunk.offsets[:-1], np.diff(chunk.offsets))
         # A stream's rows are written at most C - 1 at a time, so that no slot is written twice at once.
-        piece = rank // (self._ledger.rows - 1)
+        piece = rank // min(self._ring.rows - 1, MAX_ROWS)
         for number in range(int(piece.max(initial=-1)) + 1):
             rows = slice(None) if not piece.any() else np.flatnonzero(piece == number)
             columns = {name: chunk.columns[name][rows] for name in (*self.schema, *BOOKKEEPING)}
-            self._write(columns, self._ledger.add(slot[rows], columns))
+            self._write(columns, self._ring.add(slot[rows], columns))
         return True
 
     def update_priorities(self, index: Any, priority: Any) -> None:
@@ -184,12 +187,12 @@ class Replay:
     def digest(self) -> str:
         """sha256 over rows, their places and the ids seen (not priorities): equal replays have equal ones."""
         digest = hashlib.sha256(repr((self.streams, sorted(self._seen))).encode())
-        for array in self._ledger.arrays():
+        for array in self._ring.arrays():
             digest.update(array.tobytes())
         for name in sorted(self.schema):
             column = np.asarray(self._state["columns"][name])
             digest.update(f"{name} {column.dtype} {column.shape}".encode())
-            for slot, size in enumerate(self._ledger.size):
+            for slot, size in enumerate(self._ring.size):
                 digest.update(column[slot, :size].tobytes())
         return digest.hexdigest()
 
@@ -244,7 +247,7 @@ class Replay:
                 raise DatasetError(f"{where}: column '{name}' has numbers beyond {column.stored}")
         return np.repeat([self._slot_of[stream] for stream in chunk.streams.tolist()], lengths).astype(np.int64)
 
-    def _write(self, columns: dict[str, np.ndarray], change: _Change) -> None:
+    def _write(self, columns: dict[str, np.ndarray], change: Change) -> None:
         values = {name: columns[name] for name in self.schema}
         if self.placement != "device":
             for name, value in values.items():
@@ -258,13 +261,13 @@ class Replay:
         # Slot S does not exist: what is padded with it is dropped.
         update = {
             "columns": {name: _pad(value, rows) for name, value in stored.items()},
-            "slot": _pad(change.slot, rows, self._ledger.streams),
+            "slot": _pad(change.slot, rows, self._ring.streams),
             "position": _pad(change.position, rows),
-            "begun_slot": _pad(change.begun_slot, rows, self._ledger.streams),
+            "begun_slot": _pad(change.begun_slot, rows, self._ring.streams),
             "begun": _pad(change.begun, rows),
             "entry": _pad(change.entry, rows),
-            "first": self._ledger.first.copy(),
-            "count": self._ledger.count.copy(),
+            "first": self._ring.first.copy(),
+            "count": self._ring.count.copy(),
         }
         self._state = _scatter(self._state, jax.device_put(update, self._device))
 
@@ -279,174 +282,6 @@ class _Column:
     @property
     def stored(self) -> np.dtype:
         return {"int64": np.dtype("int32"), "float64": np.dtype("float32")}.get(self.dtype.name, self.dtype)
-
-
-@dataclass(frozen=True)
-class _Change:
-    """Where the rows of a piece go, and which transitions that begins.
-
-    Attributes:
-        slot, position: [R]; of each new row.
-        begun_slot, begun: where a row became a real transition, since its successor arrived.
-        entry: likewise, its place in the ring of starts.
-    """
-
-    slot: np.ndarray
-    position: np.ndarray
-    begun_slot: np.ndarray
-    begun: np.ndarray
-    entry: np.ndarray
-
-
-class _Ledger:
-    """Which rows are where, and which of them are real transitions: the part of a replay that is always on the host.
-
-    `real`, `starts`, `first` and `count` are those of `ReplayView`.
-    """
-
-    def __init__(self, streams: int, rows: int) -> None:
-        self.streams, self.rows = streams, rows
-        self.head = np.zeros(streams, np.int32)  # where the next row goes
-        self.size = np.zeros(streams, np.int32)
-        self.real = np.zeros((streams, rows), bool)
-        self.starts = np.zeros((streams, rows), np.int32)
-        self.first = np.zeros(streams, np.int32)
-        self.count = np.zeros(streams, np.int32)
-        self.opens = np.zeros((streams, rows), bool)  # rows that begin an episode
-        self.last_step = np.zeros(streams, np.int64)  # of the newest row, as are the two below
-        self.last_episode = np.zeros(streams, np.int64)
-        self.ended = np.ones(streams, bool)
-
-    @property
-    def num_episodes(self) -> int:
-        tail = (self.head - self.size) % self.rows
-        cut = (self.size > 0) & ~self.opens[np.arange(self.streams), tail]
-        return int(self.opens.sum() + cut.sum())
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        places = self.head, self.size, self.first, self.count, self.ended, self.last_step, self.last_episode
-        return (*places, self.real, self.opens, self.starts)
-
-    def add(self, slot: np.ndarray, columns: Mapping[str, np.ndarray]) -> _Change:
-        """Take in rows (at most C - 1 of a stream, each stream's in a row, in the order of time)."""
-        new = np.bincount(slot, minlength=self.streams)
-        begins = np.flatnonzero(np.diff(slot, prepend=-1))  # of each stream's rows among all
-        rank = np.arange(len(slot)) - np.repeat(begins, new[slot[begins]])
-        position = (self.head[slot] + rank) % self.rows
-
-        # The rows before the new ones: within the piece, or the newest one of the stream.
-        is_begin = rank == 0
-        episode, step, is_last = columns["episode"], columns["step"], columns["is_last"]
-        before_episode = np.where(is_begin, self.last_episode[slot], np.roll(episode, 1))
-        before_step = np.where(is_begin, self.last_step[slot], np.roll(step, 1))
-        before_ended = np.where(is_begin, self.ended[slot], np.roll(is_last, 1))
-        # A row that does not follow the one before it (one between them was lost) makes no transition of it.
-        follows = (episode == before_episode) & (step == before_step + 1)
-        link = ~columns["is_first"] & ~before_ended & follows
-        begun_slot, begun = slot[link], (position[link] - 1) % self.rows
-
-        # What the new rows overwrite is the oldest, so its transitions are the oldest entries of `starts`.
-        lost = np.bincount(slot[self.real[slot, position]], minlength=self.streams)
-        self.first[:] = (self.first + lost) % self.rows
-        self.count -= lost.astype(np.int32)
-        self.real[slot, position] = False
-        self.real[begun_slot, begun] = True
-        linked_before = np.cumsum(link) - link
-        order = linked_before[link] - np.repeat(linked_before[begins], new[slot[begins]])[link]
-        entry = (self.first[begun_slot] + self.count[begun_slot] + order) % self.rows
-        self.starts[begun_slot, entry] = begun
-        self.count += np.bincount(begun_slot, minlength=self.streams).astype(np.int32)
-
-        self.opens[slot, position] = columns["is_first"]
-        ends, touched = begins + new[slot[begins]] - 1, slot[begins]
-        self.last_episode[touched], self.last_step[touched] = episode[ends], step[ends]
-        self.ended[touched] = is_last[ends]
-        self.head[:] = (self.head + new) % self.rows
-        self.size[:] = np.minimum(self.size + new, self.rows)
-        return _Change(slot, position, begun_slot, begun, entry)
-
-
-def replay_from_table(
-    table: EpisodeTable,
-    *,
-    observation: Sequence[str],
-    action: str = "action",
-    reward: str | None = None,
-    terminated: str | None = None,
-    spec: ReplaySpec | None = None,
-    streams: int = 1,
-    folder: Path | None = None,
-    device: Any = None,
-) -> Replay:
-    """A replay that holds all of a table's episodes (demonstrations), to be mixed with rollouts or learned from alone.
-
-    A table has no final observations. An episode whose last step is terminated keeps that step, with its last
-    observation repeated as the final one, which nothing bootstraps from; any other gives up its last step, whose
-    observation is then the final one.
-
-    Args:
-        table: the episodes.
-        observation: names of the columns that the policy sees.
-        action: name of the action's column, which is `action` in the replay.
-        reward: name of the reward's column; None stores zeros.
-        terminated: name of a column that is True at a step that ended its episode for good; None takes every end for a
-            truncation.
-        spec: placement and priority; its capacity is not looked at.
-        streams: the episodes are dealt out over so many.
-        folder: see `Replay`.
-        device: see `Replay`.
-
-    Raises:
-        DatasetError: a column that the table lacks, or what `Replay.add` refuses; named.
-    """
-    for name in (*observation, action, *filter(None, (reward, terminated))):
-        if name not in table.columns:
-            guess = nearest(name, table.columns)
-            hint = f" (did you mean '{guess}'?)" if guess else ""
-            raise DatasetError(
-                f"{table.source or 'table'}: no column '{name}'{hint}; it has: {', '.join(table.columns)}"
-            )
-    parts: list[list[dict[str, np.ndarray]]] = [[] for _ in range(streams)]
-    for number in range(table.num_episodes):
-        episode = table.episode(number)
-        steps = len(episode[action])
-        ends = terminated is not None and bool(np.reshape(episode[terminated], steps)[-1])
-        rows = np.minimum(np.arange(steps + ends), steps - 1)
-        final = rows.size - 1
-        is_final = np.arange(rows.size) == final
-        rewards = np.zeros(steps) if reward is None else np.reshape(episode[reward], steps)
-        part = {name: episode[name][rows] for name in (*observation, action)}
-        actions = part.pop(action).astype(np.float32) if episode[action].dtype.kind == "f" else part.pop(action)
-        actions[final] = 0
-        part |= {
-            "action": actions,
-            "reward": np.where(is_final, 0, rewards[rows]).astype(np.float32),
-            "terminated": np.arange(rows.size) == (final - 1 if ends else -1),
-            "truncated": np.arange(rows.size) == (final - 1 if not ends else -1),
-            "is_first": np.arange(rows.size) == 0,
-            "is_last": is_final,
-            "episode": np.full(rows.size, number, np.int64),
-            "step": np.arange(rows.size, dtype=np.int32),
-        }
-        parts[number % streams].append(part)
-    if any(not part for part in parts):
-        raise DatasetError(f"{table.source or 'table'}: {table.num_episodes} episodes for {streams} streams")
-    joined = [{name: np.concatenate([e[name] for e in part]) for name in part[0]} for part in parts]
-    columns = {name: np.concatenate([part[name] for part in joined]) for name in joined[0]}
-    offsets = np.cumsum([0, *(len(part["reward"]) for part in joined)], dtype=np.int64)
-    longest = int(np.diff(offsets).max())
-    schema = {name: jax.ShapeDtypeStruct(columns[name].shape[1:], columns[name].dtype) for name in (*observation,)}
-    schema["action"] = jax.ShapeDtypeStruct(columns["action"].shape[1:], columns["action"].dtype)
-    replay = Replay(
-        (spec or ReplaySpec()).replace(capacity=streams * max(longest, 3)),
-        schema,
-        range(streams),
-        observation=observation,
-        folder=folder,
-        device=device,
-    )
-    replay.add(Chunk(0, 0, 0, np.arange(streams, dtype=np.int32), offsets, columns))
-    return replay
 
 
 def _resolve_schema(schema: Mapping[str, FeatureLike], observation: Sequence[str]) -> dict[str, _Column]:
@@ -491,7 +326,7 @@ def _memory_mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.me
 
 
 def _copy_to(arrays: Any, device: Any) -> Any:
-    # Copied: on the CPU a device array may share a numpy array's memory, and the ledger goes on writing into that.
+    # Copied: on the CPU a device array may share a numpy array's memory, and the ring goes on writing into that.
     return jax.tree.map(lambda x: jnp.array(jax.device_put(x, device), copy=True), arrays)
 
 
