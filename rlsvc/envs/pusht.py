@@ -15,7 +15,9 @@ import gymnasium
 import numpy as np
 
 from rlsvc.core.contract import Contract, Feature
-from rlsvc.spec.env import PushTSpec
+from rlsvc.envs.adapter import Adapted
+from rlsvc.envs.options import apply_options
+from rlsvc.spec.env import EnvBase, PushTSpec
 
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
 with warnings.catch_warnings():
@@ -25,6 +27,7 @@ with warnings.catch_warnings():
 
 SIZE = 512.0
 IMAGE = 96
+RATE_HZ = 10.0
 # Nine points fixed to the block, pixels in its own frame: the medians that the human demonstrations' keypoints have
 # there, which reproduce the recorded ones with a median error of 1.5e-5 pixel.
 KEYPOINTS = np.array(
@@ -72,9 +75,19 @@ class PushT(gymnasium.Env):
         )
         self._steps = 0
 
+    @staticmethod
+    def with_options(spec: PushTSpec) -> PushT | Adapted:
+        """The environment, within wrappers only where an option asks for one."""
+        plain = PushTSpec(observation=spec.observation, max_steps=spec.max_steps)
+        options = set(EnvBase.model_fields) - {"max_steps", "isolation", "step_timeout_s", "max_memory_mb", "runtime"}
+        if all(getattr(spec, name) == getattr(plain, name) for name in options):
+            return PushT(plain)
+        env = PushT(plain.replace(max_steps=None))
+        return apply_options(env, spec, RATE_HZ, native=env.contract())
+
     def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
         """What the environment gives and takes."""
-        return Contract(dict(FEATURES[self._spec.observation]), ACTION, 10.0, n_obs_steps, action_horizon)
+        return Contract(dict(FEATURES[self._spec.observation]), ACTION, RATE_HZ, n_obs_steps, action_horizon)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -101,7 +114,7 @@ class PushT(gymnasium.Env):
         observation, reward, _, _, info = self._sim.step(np.asarray(action, np.float64))
         self._steps += 1
         success = bool(info["coverage"] >= self._sim.success_threshold)
-        truncated = not success and self._steps >= self._spec.max_steps
+        truncated = not success and self._spec.max_steps is not None and self._steps >= self._spec.max_steps
         return (self._observation(observation), float(reward), success, truncated,
                 {"coverage": float(info["coverage"]), "is_success": success})  # fmt: skip
 
