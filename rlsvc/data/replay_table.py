@@ -12,7 +12,7 @@ import numpy as np
 from rlsvc.core.errors import DatasetError, nearest
 from rlsvc.core.types import Chunk, EpisodeTable
 from rlsvc.data.replay import Replay
-from rlsvc.spec.replay import ReplaySpec
+from rlsvc.spec.replay import MARGIN, ReplaySpec
 
 
 def replay_from_table(
