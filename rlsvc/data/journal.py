@@ -4,7 +4,7 @@ A folder of segments `<number of the first record>.journal`, each a row of recor
 
     header   magic "RLJ1" | worker, incarnation, number of the chunk | number of the record | bytes of meta, bytes of
              data | crc32 of meta and data | crc32 of the header before it
-    meta     msgpack: name, dtype and shape of each array
+    meta     msgpack: group, name, dtype and shape of each array; the chunk's count of lost episodes
     data     the arrays' bytes, one after the other
 
 What a kill can do: leave the last record short. It was never acknowledged, and opening the journal cuts it off. A
@@ -125,6 +125,10 @@ class Journal:
         """Close."""
         self.close()
 
+    def ids(self) -> Iterator[tuple[int, int, int]]:
+        """Ids of all chunks, in the order of arrival."""
+        return (record.id for record in self._records)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all records."""
@@ -143,11 +147,17 @@ class Journal:
         if chunk.id in self._cursor_of:
             return self._cursor_of[chunk.id]
         assert not self._read_only
-        arrays = {"/streams": chunk.streams, "/offsets": chunk.offsets, **chunk.columns}
-        for name, array in arrays.items():
+        parts = {
+            "": {"streams": chunk.streams, "offsets": chunk.offsets},
+            "columns": chunk.columns,
+            "ended": chunk.ended,
+        }
+        arrays = {(group, name): array for group, part in parts.items() for name, array in part.items()}
+        for (_, name), array in arrays.items():
             if array.dtype.kind not in ARRAY_KINDS:
                 raise DatasetError(f"journal: column '{name}' is {array.dtype}; only numbers and booleans are kept")
-        meta = pack([[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()])
+        described = [[*key, array.dtype.str, list(array.shape)] for key, array in arrays.items()]
+        meta = pack({"arrays": described, "lost": chunk.lost})
         data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays.values()]
         crc = zlib.crc32(meta)
         for block in data:
@@ -282,13 +292,15 @@ def _read_payload(file: int, record: _Record) -> bytes:
 
 
 def _decode(record: _Record, payload: bytes) -> Chunk:
-    arrays, at = {}, record.meta_bytes
+    parts: dict[str, dict[str, np.ndarray]] = {"": {}, "columns": {}, "ended": {}}
+    at = record.meta_bytes
     try:
-        for name, dtype, shape in unpack(payload[:at]):
+        meta = unpack(payload[:at])
+        for group, name, dtype, shape in meta["arrays"]:
             size = np.dtype(dtype).itemsize * math.prod(shape)
-            arrays[name] = array_from_bytes(payload[at : at + size], dtype, shape)
+            parts[group][name] = array_from_bytes(payload[at : at + size], dtype, shape)
             at += size
-        return Chunk(*record.id, arrays.pop("/streams"), arrays.pop("/offsets"), arrays)
+        return Chunk(*record.id, **parts[""], columns=parts["columns"], ended=parts["ended"], lost=int(meta["lost"]))
     except (WireError, ValueError, TypeError, KeyError) as error:
         raise _damaged(record.path, record.offset, f"its arrays cannot be read ({error})") from error
 
