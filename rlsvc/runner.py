@@ -26,16 +26,20 @@ class Runner(Protocol):
     contract: Contract
     version: str
 
-    def act(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> ActionChunk:
+    def act(
+        self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
+    ) -> ActionChunk:
         """Actions for a batch.
 
         Args:
             observation: by the contract's names [B, T, ...], raw (not normalised).
             seeds: [B] integers; the randomness of a row follows from its (seed, step) alone.
-            steps: [B] integers, the control step of each row.
+            steps: [B] integers, the control step of each row; where it is 0 an episode begins and the carry is the
+                initial one.
+            carry: of the chunk before, rows in the same order; None begins all rows anew.
 
         Returns:
-            Actions [B, H, A] float32 in the contract's units.
+            Actions [B, H, A] float32 in the contract's units, with the next carry.
         """
         ...
 
@@ -54,15 +58,19 @@ class BaselineRunner:
         self.low = np.broadcast_to(np.asarray(-1.0 if low is None else low, np.float32), width)
         self.high = np.broadcast_to(np.asarray(1.0 if high is None else high, np.float32), width)
 
-    def act(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> ActionChunk:
+    def act(
+        self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
+    ) -> ActionChunk:
         """See `Runner.act`."""
+        del carry
         shape = (self.contract.action_horizon, *self.contract.action.shape)
         if self.name == "zero":
             return ActionChunk(np.zeros((len(seeds), *shape), np.float32), self.version)
-        rows = [
-            np.random.default_rng((int(s), int(t))).uniform(self.low, self.high, shape)
-            for s, t in zip(seeds, steps, strict=True)
-        ]
+        generators = [np.random.default_rng((int(s), int(t))) for s, t in zip(seeds, steps, strict=True)]
+        if self.contract.action.dtype.startswith("int"):
+            low, high = self.low.astype(np.int64), self.high.astype(np.int64)
+            return ActionChunk(np.asarray([g.integers(low, high + 1, shape) for g in generators]), self.version)
+        rows = [generator.uniform(self.low, self.high, shape) for generator in generators]
         return ActionChunk(np.asarray(rows, np.float32), self.version)
 
     def warm_up(self) -> None:
@@ -88,6 +96,7 @@ class PolicyRunner:
         sample_steps: int | None = None,
         group: str | None = None,
         device: str = "auto",
+        explore: bool = False,
     ) -> None:
         """Put the weights on the device.
 
@@ -97,11 +106,13 @@ class PolicyRunner:
             sample_steps: denoising steps; None takes the policy's own.
             group: the normaliser group of the robot or dataset; may be left out when there is one.
             device: auto, cpu or gpu.
+            explore: act as in training, where a policy explores.
 
         Raises:
             BundleError: the weights do not fit the policy (names the first that does not), or an unknown group.
         """
         import jax
+        import jax.numpy as jnp
 
         from rlsvc.nn.backend import setup_jax
         from rlsvc.nn.params import unflatten_params
@@ -113,17 +124,25 @@ class PolicyRunner:
         self.batch_sizes = tuple(sorted(batch_sizes))
         policy = make_policy(bundle.policy, bundle.contract, bundle.precision)
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
-        options = ActOptions(sample_steps=sample_steps)
+        options = ActOptions(sample_steps=sample_steps, explore=explore)
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
-        self._params = jax.device_put(unflatten_params(bundle.params, self._like))
+        self._params = jax.device_put(unflatten_params(bundle.params, self._like)) if bundle.params else None
 
-        def act(params: Any, observation: dict[str, Any], seeds: Any, steps: Any) -> Any:
+        def act(params: Any, observation: dict[str, Any], seeds: Any, steps: Any, carry: Any) -> Any:
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
             normal = {key: normalizer.normalize(key, x, which) for key, x in observation.items()}
-            action, _, _ = policy.act(params, normal, policy.initial_carry(seeds.shape[0]), keys, options)
-            return normalizer.unnormalize("action", action, which)
+            begins = steps == 0
+
+            def where_begun(initial: Any, old: Any) -> Any:
+                return jnp.where(begins.reshape(-1, *[1] * (initial.ndim - 1)), initial, old)
+
+            carry = jax.tree.map(where_begun, policy.initial_carry(seeds.shape[0]), carry)
+            action, carry, extras = policy.act(params, normal, carry, keys, options)
+            return normalizer.unnormalize("action", action, which), extras, carry
 
         self._act = jax.jit(act)
+        self.initial_carry = policy.initial_carry
+        self._initial = {size: policy.initial_carry(size) for size in self.batch_sizes}
 
     def set_weights(self, bundle: Bundle) -> None:
         """Act with another bundle of the same policy from now on, without compiling again.
@@ -131,16 +150,23 @@ class PolicyRunner:
         Raises:
             BundleError: weights, contract, normaliser or specification are those of another policy.
         """
-        import jax
-
         from rlsvc.nn.params import unflatten_params
 
         for name in COMPILED:
             if _compiled(bundle, name) != self._compiled[name]:
                 what = "normaliser" if name == "normalizer" else name
                 raise BundleError(f"bundle {bundle.path}: its {what} is not that of {self.version[:12]}; load it anew")
-        self._params = jax.device_put(unflatten_params(bundle.params, self._like))
-        self.version = bundle.id
+        self.set_params(unflatten_params(bundle.params, self._like), bundle.id)
+
+    def set_params(self, params: Any, version: str) -> None:
+        """Act with these weights from now on: a pytree like the policy's own, or host arrays by name."""
+        import jax
+
+        from rlsvc.nn.params import unflatten_params
+
+        named = isinstance(params, dict) and all(isinstance(value, np.ndarray) for value in params.values())
+        self._params = jax.device_put(unflatten_params(params, self._like) if named else params)
+        self.version = version
 
     @classmethod
     def load(cls, path: str | Path, **options: object) -> PolicyRunner | BaselineRunner:
@@ -150,26 +176,68 @@ class PolicyRunner:
             return BaselineRunner(str(bundle.policy["name"]), bundle.contract, bundle.id)
         return cls(bundle, **options)  # pyright: ignore[reportArgumentType]
 
-    def act(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> ActionChunk:
+    def act(
+        self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
+    ) -> ActionChunk:
         """See `Runner.act`."""
         count, largest = len(seeds), self.batch_sizes[-1]
         seeds, steps = np.asarray(seeds).astype(np.uint32), np.asarray(steps).astype(np.uint32)
+        if count in self.batch_sizes:
+            return self._act_batch(dict(observation), seeds, steps, carry)
         parts = []
         for start in range(0, count, largest):
             rows = slice(start, min(start + largest, count))
-            parts.append(self._act_padded({key: x[rows] for key, x in observation.items()}, seeds[rows], steps[rows]))
-        return ActionChunk(parts[0] if len(parts) == 1 else np.concatenate(parts), self.version)
+            own = None if carry is None else take_rows(carry, rows)
+            parts.append(
+                self._act_padded({key: x[rows] for key, x in observation.items()}, seeds[rows], steps[rows], own)
+            )
+        if len(parts) == 1:
+            return parts[0]
+        joined = [(part.action, part.extras, part.carry) for part in parts]
+        action, extras, carry = _map(lambda *leaves: np.concatenate(leaves), *joined)
+        return ActionChunk(action, self.version, carry, extras)
 
-    def _act_padded(self, observation: dict[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    def _act_padded(
+        self, observation: dict[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any
+    ) -> ActionChunk:
         count = len(seeds)
         room = next(size for size in self.batch_sizes if size >= count) - count
         if room:
             observation = {key: np.concatenate([x, np.repeat(x[-1:], room, 0)]) for key, x in observation.items()}
             seeds, steps = np.pad(seeds, (0, room)), np.pad(steps, (0, room))
-        return np.asarray(self._act(self._params, observation, seeds, steps))[:count]
+            if carry is not None:
+                carry = _map(lambda x: np.concatenate([x, np.repeat(x[-1:], room, 0)]), carry)
+        chunk = self._act_batch(observation, seeds, steps, carry)
+        rows = slice(0, count)
+        return ActionChunk(
+            chunk.action[rows], self.version, take_rows(chunk.carry, rows), take_rows(chunk.extras, rows)
+        )
+
+    def _act_batch(
+        self, observation: dict[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any
+    ) -> ActionChunk:
+        """A batch of a compiled size. The carry stays on the device, for the next call with the same rows."""
+        import jax
+
+        if carry is None:
+            carry = self._initial[len(seeds)]
+        action, extras, carry = self._act(self._params, observation, seeds, steps, carry)
+        action, extras = jax.device_get((action, extras))
+        return ActionChunk(action, self.version, carry, extras)
 
     def warm_up(self) -> None:
         """Compile every batch size."""
         for size in self.batch_sizes:
             zeros = np.zeros(size, np.uint32)
-            self._act_padded(self.contract.example_observation(size), zeros, zeros)
+            self._act_batch(self.contract.example_observation(size), zeros, zeros, None)
+
+
+def _map(function: Any, *trees: Any) -> Any:
+    import jax
+
+    return jax.tree.map(function, *jax.device_get(trees))
+
+
+def take_rows(tree: Any, rows: slice | list[int]) -> Any:
+    """These rows of every array of a carry, on the host; None stays None."""
+    return None if tree is None else _map(lambda x: x[rows], tree)

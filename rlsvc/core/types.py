@@ -18,10 +18,14 @@ class ActionChunk:
     Attributes:
         action: [H, A] or, for a batch, [B, H, A] float32, in the contract's units (not normalised).
         version: of the policy that made it (a bundle's id), "" when it has none.
+        carry: the policy's state after it, to be given back with the next observation; None when it has none.
+        extras: by name [B, ...]: what the policy hands out besides (`behaviour_mean`, ...).
     """
 
     action: np.ndarray
     version: str = ""
+    carry: Any = None
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass
@@ -106,6 +110,8 @@ class Chunk:
             `terminated`, `truncated`, `is_first`, `is_last` (bool), `episode` (int64, unique in the run), `step`
             (int32, in the episode), `version` (int32, of the weights that acted), and what the policy hands out besides
             (`behaviour_mean` [R, A], ...).
+        ended: for each episode that ended in it, in order, by name: `return` (float), `length` (int), `success` (bool).
+        lost: episodes that were discarded since their simulator failed.
     """
 
     worker: int
@@ -114,6 +120,8 @@ class Chunk:
     streams: np.ndarray
     offsets: np.ndarray
     columns: dict[str, np.ndarray]
+    ended: dict[str, np.ndarray] = field(default_factory=dict)
+    lost: int = 0
 
     @property
     def id(self) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ Letters: E episodes, T observation steps, H horizon.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -113,6 +113,14 @@ def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, actio
         contract=Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon),
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},
     )
+
+
+def table_contract(table: EpisodeTable, spec: DataSpec, n_obs_steps: int) -> Contract:
+    """What a policy of one table sees and does; the action's bounds are the smallest and largest value in it."""
+    action, column = _feature(table, spec.action), table.columns[spec.action]
+    low, high = (tuple(float(x) for x in f(axis=0)) for f in (column.min, column.max))
+    observation = {key: _feature(table, key) for key in spec.observation}
+    return Contract(observation, replace(action, low=low, high=high), table.fps, n_obs_steps, 1)
 
 
 def _common_features(tables: list[EpisodeTable], keys: tuple[str, ...]) -> dict[str, Feature]:

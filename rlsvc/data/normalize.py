@@ -238,3 +238,20 @@ class Normalizer:
         stats = {key: (Stats(z, z + 1, z, z, z, z, 0),) * len(groups) for key, z in zeros.items()}
         images = {key: "image" for key, f in features.items() if f.is_image}
         return cls(tuple(groups), {**dict.fromkeys(zeros, "identity"), **images}, stats)
+
+    @classmethod
+    def from_contract(cls, contract: Contract) -> Normalizer:
+        """For policies that learn from rollouts: vectors as they are, images to [-1, 1], actions from their bounds.
+
+        An action without bounds on every side stays as it is.
+        """
+        base = cls.identity({**contract.observation, "action": contract.action})
+        action = contract.action
+        if action.low is None or action.high is None or not np.isfinite([*action.low, *action.high]).all():
+            return base
+        low, high = (
+            np.broadcast_to(np.asarray(bound), action.shape).astype(np.float64) for bound in (action.low, action.high)
+        )
+        middle = (low + high) / 2
+        stats = Stats(middle, np.maximum(high - low, 1e-6) / 2, low, high, low, high, 0)
+        return cls(base.groups, {**base.modes, "action": "min_max"}, {**base.stats, "action": (stats,)})

@@ -37,6 +37,10 @@ class DataSpec(Spec):
     """Feature names that the policy sees, LeRobot's (`observation.state`, `observation.image`, `task`)."""
     action: str = "action"
     """Feature name that the policy learns to give."""
+    reward: str | None = None
+    """Feature name of the reward, for algorithms that learn from it; null takes 0 everywhere."""
+    terminated: str | None = None
+    """Feature name of a flag that is true at a step that ended its episode for good; null takes every end for a cut."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the episodes whose loss is logged and never trained on."""
     heldout_fraction: float = Field(default=0.0, ge=0, lt=1)

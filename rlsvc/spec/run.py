@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, Union
 
 from pydantic import Field, model_validator
 
+from rlsvc.core.errors import nearest
+from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.base import Spec
 from rlsvc.spec.data import DataSpec
 from rlsvc.spec.diffusion import DiffusionSpec
-from rlsvc.spec.env import PushTSpec
-from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.env import EnvSpec
 from rlsvc.spec.learner import CheckpointSpec, EvaluationSpec, LearnerSpec
+from rlsvc.spec.phases import COLLECT, EVALUATE, PhaseSpec
+from rlsvc.spec.replay import ReplaySpec
+from rlsvc.spec.rollout import RolloutSpec
+from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
 
+PolicySpec = Annotated[DiffusionSpec | TDMPC2PolicySpec, Field(discriminator="name")]
+AlgoSpec = Annotated[
+    Union[tuple(entry.spec for entry in ALGORITHMS.values())],  # noqa: UP007 - made from the table
+    Field(discriminator="name"),
+]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
@@ -34,18 +44,25 @@ class RunSpec(Spec):
     """auto takes a GPU where there is one."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute precision of the nets; weights and optimizer state are fp32."""
-    total_steps: int = Field(ge=1)
-    """Gradient updates."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Gradient updates on the demonstrations, for a run without `phases`."""
+    phases: tuple[PhaseSpec, ...] = ()
+    """The curriculum, one phase after the other. The run's clock, in which intervals count, is environment steps while
+    a phase is online and updates while it is offline."""
     log_interval: int = Field(default=100, ge=1)
-    """Updates between logged metrics, which are means over them."""
-    policy: DiffusionSpec
+    """Clock steps between logged metrics, which are means over them."""
+    policy: PolicySpec
     """What acts."""
-    algo: ImitationSpec
+    algo: AlgoSpec
     """How it learns."""
-    data: DataSpec
-    """What it learns from."""
-    env: PushTSpec | None = None
-    """Where the policy is evaluated; null trains without evaluation."""
+    data: DataSpec | None = None
+    """Demonstrations that it learns from; null for a run that learns from its own rollouts alone."""
+    env: EnvSpec | None = None
+    """Where the policy collects and is evaluated; null trains without evaluation."""
+    rollout: RolloutSpec = RolloutSpec()
+    """Who collects in `env`, in online phases."""
+    replay: ReplaySpec = ReplaySpec()
+    """Where what was collected lies."""
     learner: LearnerSpec = LearnerSpec()
     """Which processes learn."""
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -59,17 +76,84 @@ class RunSpec(Spec):
     overwrite: bool = False
     """Delete the run in its folder first; as `--overwrite`."""
 
+    @property
+    def curriculum(self) -> tuple[PhaseSpec, ...]:
+        """The phases; a run without any has one, on the demonstrations."""
+        if self.phases:
+            return self.phases
+        return (
+            PhaseSpec(
+                name="train",
+                type="offline",
+                hooks={"update": 1},
+                buffer="demonstrations",
+                duration_updates=self.total_steps,
+            ),
+        )
+
+    @property
+    def length(self) -> int:
+        """The run's clock at its end: environment steps of online phases, updates of offline ones."""
+        return sum(phase.length for phase in self.curriculum)
+
+    @property
+    def online(self) -> bool:
+        """Whether any phase steps environments."""
+        return any(phase.type == "online" for phase in self.phases)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.algo.batch_size % (self.learner.ranks * self.algo.optimizer.accumulation):
+        entry = ALGORITHMS[self.algo.name]
+        if self.policy.name not in entry.policies:
+            raise ValueError(
+                f"policy.name: algo {self.algo.name} trains {' or '.join(entry.policies)}, got {self.policy.name}"
+            )
+        parts = self.learner.ranks * (self.algo.optimizer.accumulation if hasattr(self.algo, "optimizer") else 1)
+        if self.algo.batch_size % parts:
             raise ValueError(
                 f"algo.batch_size: {self.algo.batch_size} is not a multiple of "
-                f"learner.ranks x algo.optimizer.accumulation = {self.learner.ranks * self.algo.optimizer.accumulation}"
+                f"learner.ranks x algo.optimizer.accumulation = {parts}"
             )
-        groups = sorted({dataset.group for dataset in self.data.datasets})
-        group = self.evaluation.group
-        if self.env is not None and ((group is None and len(groups) > 1) or group not in (None, *groups)):
-            raise ValueError(f"evaluation.group: got {group}, expected the environment's among {', '.join(groups)}")
+        self._check_phases()
+        if self.data is not None:
+            groups = sorted({dataset.group for dataset in self.data.datasets})
+            group = self.evaluation.group
+            if self.env is not None and ((group is None and len(groups) > 1) or group not in (None, *groups)):
+                raise ValueError(f"evaluation.group: got {group}, expected the environment's among {', '.join(groups)}")
         if self.resume and self.overwrite:
             raise ValueError("resume, overwrite: choose one; resume goes on with the run, overwrite deletes it first")
         return self
+
+    def _check_phases(self) -> None:
+        entry = ALGORITHMS[self.algo.name]
+        if bool(self.phases) == (self.total_steps is not None):
+            raise ValueError(
+                "total_steps, phases: got " + ("both" if self.phases else "neither") + "; total_steps trains on "
+                "demonstrations, phases say everything for themselves"
+            )
+        names = [phase.name for phase in self.phases]
+        if double := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"phases: two are called '{double}'; every phase needs a name of its own")
+        for phase in self.curriculum:
+            where = f"phase '{phase.name}'"
+            for hook in phase.hooks:
+                if hook not in (COLLECT, EVALUATE, *entry.hooks):
+                    choices = [COLLECT, EVALUATE, *entry.hooks]
+                    guess = nearest(hook, choices)
+                    hint = f" (did you mean '{guess}'?)" if guess else ""
+                    raise ValueError(
+                        f"{where}: unknown hook '{hook}'{hint}; {self.algo.name} has: {', '.join(choices)}"
+                    )
+            if self.env is None and (phase.type != "offline" or EVALUATE in phase.hooks):
+                raise ValueError(f"{where}: it steps or evaluates in an environment, and the run has no `env`")
+            if not phase.update_hooks:
+                continue
+            if "demonstrations" in phase.mixture and self.data is None:
+                raise ValueError(f"{where}: buffer demonstrations needs `data`")
+            if "replay" in phase.mixture and not self.online:
+                raise ValueError(f"{where}: buffer replay stays empty, since no phase is online")
+            if entry.sequence_length is None and phase.mixture != {"demonstrations": 1.0}:
+                raise ValueError(f"{where}: {self.algo.name} learns from demonstrations, got buffer {phase.buffer}")
+        if self.online and entry.sequence_length is not None:
+            streams = self.rollout.workers * self.rollout.envs_per_worker
+            self.replay.check(streams, entry.sequence_length(self.policy))

@@ -1,4 +1,4 @@
-"""Training state on disk: `<run>/checkpoints/<step>/` with the arrays (orbax) and meta.json.
+"""Training state on disk: `<run>/checkpoints/<step>/` with the arrays (orbax), meta.json, and what else is kept.
 
 A checkpoint is written under a temporary name and renamed when it is whole, so that a folder with a step for a name is
 always complete. Every process of a learner group calls `save`; the first one commits.
@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from safetensors.numpy import load_file, save_file
 
 from rlsvc.core.errors import UserError
 from rlsvc.nn.params import leaf_names, unflatten_params
 
 META = "meta.json"
 STATE = "state"
+EXTRA = "extra.safetensors"
 SCHEMA_VERSION = 1
 
 
@@ -33,14 +36,17 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and (entry / META).is_file())
 
 
-def save(folder: Path, step: int, state: Any, meta: Mapping[str, Any]) -> Path:
+def save(
+    folder: Path, step: int, state: Any, meta: Mapping[str, Any], extra: Mapping[str, np.ndarray] | None = None
+) -> Path:
     """Write and commit a checkpoint; one that is already there for this step is kept as it is.
 
     Args:
         folder: `<run>/checkpoints`.
-        step: number of updates done.
+        step: the run's clock.
         state: pytree of arrays.
         meta: plain values to keep beside it (counters).
+        extra: host arrays by name to keep beside it, the first process's.
 
     Raises:
         UserError: the disk has no room; what was saved before is untouched.
@@ -61,6 +67,8 @@ def save(folder: Path, step: int, state: Any, meta: Mapping[str, Any]) -> Path:
     try:
         with ocp.StandardCheckpointer() as writer:
             writer.save((partial / STATE).absolute(), arrays)
+        if first and extra:
+            save_file({name: np.ascontiguousarray(value) for name, value in extra.items()}, partial / EXTRA)
         if first:
             with (partial / META).open("w") as stream:
                 shapes = {name: list(leaf.shape) for name, leaf in arrays.items()}
@@ -108,6 +116,28 @@ def load(folder: Path, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
             "before it."
         ) from error
     return unflatten_params(arrays, like), meta
+
+
+def load_meta(folder: Path, step: int) -> dict[str, Any]:
+    """What lies beside the state of a committed checkpoint: counters; {} when there is none of this step.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = folder / str(step) / META
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(
+            f"checkpoint {path} cannot be read ({error}); delete this folder to resume from an older one"
+        ) from error
+
+
+def load_extra(path: Path) -> dict[str, np.ndarray]:
+    """The arrays that were kept beside the state of the checkpoint in this folder; {} when there were none."""
+    return load_file(path / EXTRA) if (path / EXTRA).is_file() else {}
 
 
 def _check_shapes(path: Path, found: Mapping[str, list[int]], like: Any) -> None:

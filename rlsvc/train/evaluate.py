@@ -17,8 +17,8 @@ import numpy as np
 
 from rlsvc.core.errors import UserError
 from rlsvc.envs.make import make_env
-from rlsvc.runner import Runner
-from rlsvc.spec.env import PushTSpec
+from rlsvc.runner import Runner, take_rows
+from rlsvc.spec.env import EnvSpec
 from rlsvc.train.workers import EpisodeResult, WorkerLost, Workers
 
 MAX_RETRIES = 3
@@ -122,23 +122,25 @@ def _wave(runner: Runner, workers: Workers, seeds: list[int]) -> list[EpisodeRes
     owner = {int(e): (w, i) for w, share in enumerate(shares) for i, e in enumerate(share)}
     windows = [w for part in workers.call("reset", [([seeds[e] for e in share],) for share in shares]) for w in part]
     active = list(range(len(seeds)))
-    steps = 0
+    steps, carry = 0, None
     while active:
         observation = {key: np.stack([windows[e][key] for e in active]) for key in runner.contract.observation}
-        action = runner.act(observation, np.array([seeds[e] for e in active]), np.full(len(active), steps)).action
+        answer = runner.act(observation, np.array([seeds[e] for e in active]), np.full(len(active), steps), carry)
+        action = answer.action
         steps += action.shape[1]
         chunks: list[dict[int, np.ndarray]] = [{} for _ in shares]
         for row, e in enumerate(active):
             worker, index = owner[e]
             chunks[worker][index] = action[row]
         out = workers.call("step", [(chunk,) for chunk in chunks])
-        still = []
-        for e in active:
+        rows = []
+        for row, e in enumerate(active):
             worker, index = owner[e]
             windows[e], done = out[worker][index]
             if not done:
-                still.append(e)
-        active = still
+                rows.append(row)
+        active = [active[row] for row in rows]
+        carry = take_rows(answer.carry, rows)
     return [result for part in workers.call("results", [() for _ in shares]) for result in part]
 
 
@@ -147,7 +149,7 @@ def batch_sizes(parallel: int) -> tuple[int, ...]:
     return tuple(sorted({parallel, max(1, parallel // 4)})) if parallel <= 64 else (parallel,)
 
 
-def write_video(episode: EpisodeResult, spec: PushTSpec, path: Path) -> Path:
+def write_video(episode: EpisodeResult, spec: EnvSpec, path: Path) -> Path:
     """Replay an episode's actions from its seed and write an H.264 mp4 at the environment's rate.
 
     Raises:

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rlsvc.train.orchestrator import GroupRestarted, Order
 
 POLL_S = 1.0
 START_TIMEOUT_S = 600.0
+PARAMS_TIMEOUT_S = 60.0
 
 
 class LocalGroup:
@@ -37,11 +37,16 @@ class LocalGroup:
         from rlsvc.train.learner import Learner
 
         self._learner = Learner(*self._make)
-        return self._learner.step
+        return self._learner.clock
 
     def execute(self, order: Order) -> dict[str, Any]:
-        """See LearnerGroup."""
-        return self._learner.execute(order)
+        """See LearnerGroup. Weights come as a copy on the device, since the next update takes the state's own apart."""
+        result = self._learner.execute(order)
+        if "params" in result:
+            import jax
+
+            result["params"] = jax.tree.map(lambda x: x.copy(), result["params"])
+        return result
 
     def close(self) -> None:
         """See LearnerGroup."""
@@ -57,14 +62,15 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._attempt, self._step = 0, -1
-        self._orders: list[dict[str, Any]] = []
+        self._orders: list[dict[str, Any] | None] = []
+        self._progress: dict[int, int] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._changed = asyncio.Event()
 
     async def begin(self, step: int) -> int:
         """From the first rank of a (re)started group: where its state is. Returns the attempt's number."""
         self._attempt, self._step = self._attempt + 1, step
-        self._orders, self._results = [], {}
+        self._orders, self._progress, self._results = [], {}, {}
         self._notify()
         return self._attempt
 
@@ -80,10 +86,20 @@ class Mailbox:
         self._notify()
         return True
 
-    async def order(self, attempt: int, index: int) -> dict[str, Any] | None:
-        """For a rank: the index-th order of its attempt, None when there is none yet; raises when it is over."""
+    async def order(self, attempt: int, index: int, rank: int, ranks: int) -> dict[str, Any] | None:
+        """For a rank: the index-th order of its attempt, None when there is none yet; raises when it is over.
+
+        A rank that asks for the next order has done the one before. Orders that all have done are let go, and with them
+        the chunks that they refer to.
+        """
         if attempt != self._attempt:
             raise RuntimeError(f"attempt {attempt} is over; attempt {self._attempt} runs")
+        self._progress[rank] = index
+        if len(self._progress) == ranks:
+            for i in range(min(self._progress.values()) - 1, -1, -1):
+                if self._orders[i] is None:
+                    break
+                self._orders[i] = None
         if index >= len(self._orders):
             await self._wait()
         return self._orders[index] if attempt == self._attempt and index < len(self._orders) else None
@@ -98,7 +114,7 @@ class Mailbox:
         """For the driver: the current attempt, and the result when it is there."""
         if attempt == self._attempt and number not in self._results:
             await self._wait()
-        return self._attempt, self._results.get(number) if attempt == self._attempt else None
+        return self._attempt, self._results.pop(number, None) if attempt == self._attempt else None
 
     def _notify(self) -> None:
         self._changed.set()
@@ -120,6 +136,7 @@ def rank_main(config: dict[str, Any]) -> None:
     import ray
     import ray.train
 
+    from rlsvc.nn.params import flatten_params
     from rlsvc.train.learner import Learner
 
     mailbox = config["mailbox"]
@@ -133,10 +150,11 @@ def rank_main(config: dict[str, Any]) -> None:
             attempt = ray.get(mailbox.begin.remote(-1))
             ray.get(mailbox.done.remote(attempt, -1, {"user_error": str(error)}))
         return
-    attempt = _agree_on_attempt(mailbox, rank, learner.step)
+    ranks = ray.train.get_context().get_world_size()
+    attempt = _agree_on_attempt(mailbox, rank, learner.clock)
     index = 0
     while True:
-        found: Any = ray.get(mailbox.order.remote(attempt, index))
+        found: Any = ray.get(mailbox.order.remote(attempt, index, rank, ranks))
         if found is None:
             continue
         order = Order(**found)
@@ -147,6 +165,10 @@ def rank_main(config: dict[str, Any]) -> None:
             result = {"user_error": str(error)}
         if order.kind == "checkpoint" and "checkpoint" in result:
             _report(Path(result["checkpoint"]), rank)
+        params = result.pop("params", None)
+        if params is not None and rank == 0:
+            # By reference: the driver fetches them from this process, and then owns its own copy.
+            result["params"] = ray.put(flatten_params(params))
         if rank == 0:
             ray.get(mailbox.done.remote(attempt, order.number, result))
         if order.kind == "stop" or "user_error" in result:
@@ -204,7 +226,7 @@ class RayGroup:
         import ray
 
         self._check_alive()
-        if not ray.get(self._mailbox.post.remote(self._attempt, asdict(order))):
+        if not ray.get(self._mailbox.post.remote(self._attempt, vars(order))):
             raise GroupRestarted(self._await_attempt(self._attempt))
         while True:
             attempt, result = ray.get(self._mailbox.result.remote(self._attempt, order.number))
@@ -213,10 +235,22 @@ class RayGroup:
             if result is not None:
                 if "user_error" in result:
                     raise UserError(result["user_error"])
-                return result
+                return self._with_params(result)
             if order.kind == "stop" and self._thread is not None and not self._thread.is_alive():
                 return {}
             self._check_alive()
+
+    def _with_params(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Weights fetched from the rank; without them when it died meanwhile, which the next order finds out."""
+        import ray
+        import ray.exceptions
+
+        if "params" in result:
+            try:
+                result["params"] = ray.get(result["params"], timeout=PARAMS_TIMEOUT_S)
+            except ray.exceptions.RayError:
+                del result["params"]
+        return result
 
     def close(self) -> None:
         """Wait for the ranks to end, then free the mailbox."""

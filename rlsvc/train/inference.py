@@ -1,8 +1,13 @@
-"""Who acts in an evaluation: a runner in this process, or an actor that acts for all rollout workers."""
+"""Who acts: for evaluations a runner here or in an actor of its own, for rollouts the central actor.
+
+Letters: B rows of a batch, T observation steps, A action dimensions.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +47,14 @@ class LocalInference:
         self.contract, self.version = self._runner.contract, self._runner.version
         return self.contract
 
-    def act(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> ActionChunk:
-        """See `rlsvc.runner.Runner.act`."""
-        return self._runner.act(observation, seeds, steps)
+    def act(
+        self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
+    ) -> ActionChunk:
+        """See `rlsvc.runner.Runner.act`; the carry comes back as host arrays."""
+        import jax
+
+        chunk = self._runner.act(observation, seeds, steps, carry)
+        return replace(chunk, carry=jax.device_get(chunk.carry))
 
     def warm_up(self) -> None:
         """See `rlsvc.runner.Runner.warm_up`."""
@@ -88,9 +98,11 @@ class RayInference:
                 ) from again
         return self.contract
 
-    def act(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray) -> ActionChunk:
+    def act(
+        self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
+    ) -> ActionChunk:
         """See `rlsvc.runner.Runner.act`. Raises WorkerLost."""
-        return self._call("act", dict(observation), seeds, steps)
+        return self._call("act", dict(observation), seeds, steps, carry)
 
     def warm_up(self) -> None:
         """See `rlsvc.runner.Runner.warm_up`. Raises WorkerLost."""
@@ -114,3 +126,139 @@ class RayInference:
             if method != "load":
                 self._actor.load.remote(self._path)
             raise WorkerLost("the inference actor died or hung") from error
+
+
+@dataclass
+class _Asked:
+    """One worker's observations that wait for their batch."""
+
+    observation: dict[str, np.ndarray]
+    seeds: np.ndarray
+    steps: np.ndarray
+    carry: Any
+    answer: asyncio.Future[ActionChunk]
+
+
+class CentralInference:
+    """Async actor that acts for all rollout workers.
+
+    Consumes the workers' observations and the driver's weights, produces their actions. Observations that come while a
+    batch is computed go together into the next one; when nothing is computed, the first waits at most `wait_s` for
+    others. Batch shapes are fixed, so that nothing is compiled again. It waits for nobody: an observation that comes
+    before the first weights is refused. When it dies, the workers' calls fail, they are replaced, and so is it.
+    """
+
+    def __init__(self, acting: Any, batch_sizes: tuple[int, ...], wait_s: float, device: str) -> None:
+        self._runner = acting.runner(batch_sizes, device)
+        self._largest, self._wait_s = batch_sizes[-1], wait_s
+        self._asked: list[_Asked] = []
+        self._more = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._batches, self._rows = 0, 0
+        self._ready = False
+
+    async def set_weights(self, params: Any, version: int) -> None:
+        """Act with these weights (host arrays by name) from the next batch on."""
+        self._runner.set_params(params, str(version))
+        self._ready = True
+
+    async def act(
+        self, observation: dict[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any
+    ) -> ActionChunk:
+        """See `rlsvc.runner.Runner.act`."""
+        if not self._ready:
+            raise RuntimeError("the central actor was asked to act before it was given weights")
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        loop = asyncio.get_running_loop()
+        asked = _Asked(observation, seeds, steps, carry, loop.create_future())
+        self._asked.append(asked)
+        self._more.set()
+        return await asked.answer
+
+    async def metrics(self) -> dict[str, float]:
+        """Batches so far, and their mean number of rows."""
+        return {"batches": float(self._batches), "batch_rows": self._rows / max(self._batches, 1)}
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._more.wait()
+            if sum(len(asked.seeds) for asked in self._asked) < self._largest:
+                await asyncio.sleep(self._wait_s)
+            self._more.clear()
+            batch, self._asked = self._asked, []
+            try:
+                answers = await loop.run_in_executor(None, self._act, batch)
+            except Exception as error:  # every worker of the batch learns why
+                for asked in batch:
+                    asked.answer.set_exception(error)
+                continue
+            for asked, answer in zip(batch, answers, strict=True):
+                if not asked.answer.done():
+                    asked.answer.set_result(answer)
+
+    def _act(self, batch: list[_Asked]) -> list[ActionChunk]:
+        import jax
+
+        observation = {key: np.concatenate([a.observation[key] for a in batch]) for key in batch[0].observation}
+        seeds = np.concatenate([a.seeds for a in batch])
+        steps = np.concatenate([a.steps for a in batch])
+        initial = self._runner.initial_carry
+        carries = [initial(len(a.seeds)) if a.carry is None else a.carry for a in batch]
+        carry = jax.tree.map(lambda *leaves: np.concatenate([np.asarray(leaf) for leaf in leaves]), *carries)
+        chunk = self._runner.act(observation, seeds, steps, carry)
+        chunk = replace(chunk, carry=jax.device_get(chunk.carry))
+        self._batches, self._rows = self._batches + 1, self._rows + len(seeds)
+        answers, start = [], 0
+        for asked in batch:
+            rows = slice(start, start + len(asked.seeds))
+            start = rows.stop
+            answers.append(
+                ActionChunk(
+                    chunk.action[rows],
+                    chunk.version,
+                    jax.tree.map(lambda x, rows=rows: x[rows], chunk.carry),
+                    {name: x[rows] for name, x in chunk.extras.items()},
+                )
+            )
+        return answers
+
+
+class CentralRunner:
+    """The central actor as a runner, for one rollout worker. Raises what Ray raises when the actor is gone."""
+
+    version = ""
+
+    def __init__(self, actor: Any, contract: Contract) -> None:
+        self._actor, self.contract = actor, contract
+
+    def act(
+        self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
+    ) -> ActionChunk:
+        """See `rlsvc.runner.Runner.act`."""
+        import ray
+
+        return ray.get(self._actor.act.remote(dict(observation), seeds, steps, carry), timeout=ANSWER_TIMEOUT_S)
+
+    def warm_up(self) -> None:
+        """See `rlsvc.runner.Runner.warm_up`; the actor compiles with its first batch."""
+
+
+def make_central(acting: Any, rows: int, wait_s: float, gpus: float) -> Any:
+    """Start the central actor.
+
+    Args:
+        acting: a `rlsvc.train.rollout.Acting`.
+        rows: observations of all workers together, the largest batch.
+        wait_s: see CentralInference.
+        gpus: that Ray holds for it.
+    """
+    import ray
+
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
+    sizes = tuple(sorted({rows, max(1, rows // 2), max(1, rows // 4)}))
+    actor = ray.remote(num_cpus=0, num_gpus=gpus, max_concurrency=256, runtime_env={"env_vars": environment})(
+        CentralInference
+    )
+    return actor.remote(acting, sizes, wait_s, "gpu" if gpus else "cpu")

@@ -7,6 +7,7 @@ ranks, and XLA adds the gradients up. So the loss does not depend on the number 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,35 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rlsvc.algos import ALGORITHMS
-from rlsvc.algos.api import Algorithm
+from rlsvc.algos import load_algorithm
+from rlsvc.algos.api import Algorithm, Phase
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
-from rlsvc.data.mixture import load_demonstrations
+from rlsvc.core.types import Chunk, EpisodeTable
+from rlsvc.data.journal import Journal
+from rlsvc.data.load import load_table
+from rlsvc.data.mixture import load_demonstrations, table_contract
+from rlsvc.data.normalize import Normalizer
+from rlsvc.data.replay import Replay
+from rlsvc.data.replay_table import replay_from_table
+from rlsvc.data.sequence import mix
 from rlsvc.data.windows import Windows
 from rlsvc.nn.backend import setup_jax
 from rlsvc.nn.params import flatten_params
 from rlsvc.policies import make_policy
+from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
 from rlsvc.store.bundle import write_bundle
 from rlsvc.train.orchestrator import Order
+from rlsvc.train.rollout import extra_columns
 
 DEVICE_SHARE = 0.5
 """Largest share of accelerator memory that "auto" placement gives to the dataset."""
 
 
 class Learner:
-    """A rank. Reads the dataset, restores the newest checkpoint of the run if there is one, then executes orders."""
+    """A rank. Reads the data, restores the newest checkpoint of the run if there is one, then executes orders."""
 
     def __init__(self, spec: RunSpec, run_dir: Path, contract: Contract | None = None) -> None:
         """Load everything that an update needs.
@@ -46,16 +56,8 @@ class Learner:
         Raises:
             UserError: data, contract or checkpoint that do not fit; by name.
         """
-        platform = setup_jax(spec.device)
+        self.platform = setup_jax(spec.device)
         self.spec, self.run_dir = spec, run_dir
-        policy_spec = spec.policy
-        self.demonstrations = load_demonstrations(
-            spec.data,
-            n_obs_steps=policy_spec.n_obs_steps,
-            horizon=policy_spec.horizon,
-            action_horizon=policy_spec.n_action_steps,
-        )
-        self.contract = self._contract(contract)
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         rows = NamedSharding(mesh, PartitionSpec("data")) if jax.device_count() > 1 else None
@@ -63,18 +65,25 @@ class Learner:
             raise UserError(
                 f"algo.batch_size: {spec.algo.batch_size} is not a multiple of the {jax.device_count()} devices"
             )
-        policy = make_policy(policy_spec.model_dump(mode="json"), self.contract, spec.precision)
-        self.algorithm: Algorithm = ALGORITHMS[spec.algo.name](
-            policy, self.demonstrations.normalizer, spec.algo, total_steps=spec.total_steps, batch_sharding=rows
+        entry = ALGORITHMS[spec.algo.name]
+        self.data: WindowData | SequenceData
+        if entry.sequence_length is None:
+            self.data = WindowData(spec, contract, self._put, self.platform)
+        else:
+            self.data = SequenceData(spec, contract, self._put, run_dir, entry.sequence_length(spec.policy))
+        policy = make_policy(spec.policy.model_dump(mode="json"), self.data.contract, spec.precision)
+        updates = spec.total_steps or sum(phase.duration_updates or phase.length for phase in spec.phases)
+        self.algorithm: Algorithm = load_algorithm(spec.algo.name)(
+            policy, self.data.normalizer, spec.algo, total_steps=updates, batch_sharding=rows
         )
         self.key = jax.random.key(spec.seed)
-        self._train = self._place(self.demonstrations.train, platform)
-        held_back = self.demonstrations.validation
-        self._validation = None if held_back is None else self._put(held_back)
         self.state = jax.jit(self.algorithm.init, out_shardings=self._everywhere)(jax.random.fold_in(self.key, 0))
+        self.clock = 0
         committed = checkpoint.steps(self.checkpoints)
         if committed:
-            self.state, _ = checkpoint.load(self.checkpoints, committed[-1], self.state)
+            self.clock = committed[-1]
+            self.state, meta = checkpoint.load(self.checkpoints, self.clock, self.state)
+            self.data.restore(int(meta.get("cursor", 0)), self.checkpoints / str(self.clock))
 
     @property
     def checkpoints(self) -> Path:
@@ -88,53 +97,216 @@ class Learner:
 
     def execute(self, order: Order) -> dict[str, Any]:
         """Carry out one order and wait for the device; the result is the same on every rank."""
+        self.data.absorb(order)
+        result: dict[str, Any] = {}
         if order.kind == "update":
-            update_key = jax.random.fold_in(self.key, 1)
             self.state, metrics = self.algorithm.update(
-                order.hook, self.state, self._train, update_key, order.num_updates
+                order.hook,
+                self.state,
+                self.data.source(order.buffer),
+                jax.random.fold_in(self.key, 1),
+                order.num_updates,
+                Phase(*order.phase),
             )
-            return {name: float(value) for name, value in metrics.items()}
-        if order.kind == "validate" and self._validation is not None:
-            return {
-                "loss": float(self.algorithm.validate(self.state, self._validation, jax.random.fold_in(self.key, 2)))
-            }
-        if order.kind == "export":
-            return {"bundle": str(self.export(self.run_dir / "bundles" / str(order.step)))}
-        if order.kind == "checkpoint":
-            return {"checkpoint": str(checkpoint.save(self.checkpoints, self.step, self.state, {}))}
-        return {}
+            self.data.update_priorities(metrics)
+            result = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        elif order.kind == "validate" and self.data.validation is not None:
+            key = jax.random.fold_in(self.key, 2)
+            result = {"loss": float(self.algorithm.validate(self.state, self.data.validation, key))}
+        elif order.kind == "export":
+            result = {"bundle": str(self.export(self.run_dir / "bundles" / str(order.step)))}
+        elif order.kind == "checkpoint":
+            result = {"checkpoint": str(self._save(order))}
+        self.clock = order.step
+        if order.with_weights:
+            result["params"] = self.algorithm.acting_params(self.state)
+        return result
 
     def export(self, path: Path) -> Path:
         """Write the bundle of the acting weights; the first rank alone does."""
         if jax.process_index() == 0:
+            run = {"project": self.spec.project, "name": self.spec.name, "seed": self.spec.seed}
             write_bundle(
                 path,
                 policy=self.spec.policy.model_dump(mode="json"),
-                contract=self.contract,
-                normalizer=self.demonstrations.normalizer,
+                contract=self.data.contract,
+                normalizer=self.data.normalizer,
                 params=flatten_params(self.algorithm.acting_params(self.state)),
                 precision=self.spec.precision,
-                run={"project": self.spec.project, "name": self.spec.name, "step": self.step, "seed": self.spec.seed},
+                run={**run, "step": int(path.name), "updates": self.step},
             )
         return path
 
-    def _contract(self, env: Contract | None) -> Contract:
-        mine = self.demonstrations.contract
-        if env is None:
-            return mine
-        mine.check_same(env, "dataset", f"environment {self.spec.env.name if self.spec.env else ''}")
-        # The environment knows units and bounds that a dataset does not.
-        observation = {key: env.observation[key] for key in mine.observation}
-        return Contract(observation, env.action, mine.rate_hz, mine.n_obs_steps, mine.action_horizon)
+    def _save(self, order: Order) -> Path:
+        arrays = self.data.priorities()
+        return checkpoint.save(self.checkpoints, order.step, self.state, order.meta, arrays)
 
-    def _place(self, data: Windows, platform: str) -> Windows:
-        """On the device when asked for or when it fits, else in host memory, from where batches are gathered."""
-        wanted = self.spec.data.placement
-        memory = jax.local_devices()[0].memory_stats() if platform == "gpu" else None
-        fits = memory is None or data.nbytes <= DEVICE_SHARE * memory["bytes_limit"]
-        return self._put(data) if wanted == "device" or (wanted == "auto" and fits) else data
-
-    def _put(self, data: Windows) -> Windows:
+    def _put(self, data: Any) -> Any:
+        """On every device of every rank."""
         return jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, self._everywhere, lambda at: np.asarray(x)[at]), data
         )
+
+
+class WindowData:
+    """Demonstrations as windows, for algorithms that imitate."""
+
+    def __init__(self, spec: RunSpec, env: Contract | None, put: Callable[[Any], Any], platform: str) -> None:
+        """Read the datasets; `env`: the environment's contract, `put`: lays arrays on all devices."""
+        assert spec.data is not None
+        policy = spec.policy
+        self.demonstrations = load_demonstrations(
+            spec.data,
+            n_obs_steps=policy.n_obs_steps,
+            horizon=policy.horizon,
+            action_horizon=policy.n_action_steps,
+        )
+        self.normalizer = self.demonstrations.normalizer
+        self.contract = _joined(self.demonstrations.contract, env, spec)
+        self._train = self._place(spec, self.demonstrations.train, put, platform)
+        held_back = self.demonstrations.validation
+        self.validation = None if held_back is None else put(held_back)
+
+    def source(self, buffer: dict[str, float]) -> Any:
+        """What updates draw from."""
+        del buffer
+        return self._train
+
+    def absorb(self, order: Order) -> None:
+        """Nothing is collected for it."""
+
+    def restore(self, cursor: int, folder: Path) -> None:
+        """Nothing but the algorithm's state has to be restored."""
+
+    def update_priorities(self, metrics: dict[str, Any]) -> None:
+        """Windows have no priorities."""
+
+    def priorities(self) -> dict[str, np.ndarray]:
+        """See `update_priorities`."""
+        return {}
+
+    @staticmethod
+    def _place(spec: RunSpec, data: Windows, put: Callable[[Any], Any], platform: str) -> Windows:
+        """On the device when asked for or when it fits, else in host memory, from where batches are gathered."""
+        assert spec.data is not None
+        wanted = spec.data.placement
+        memory = jax.local_devices()[0].memory_stats() if platform == "gpu" else None
+        fits = memory is None or data.nbytes <= DEVICE_SHARE * memory["bytes_limit"]
+        return put(data) if wanted == "device" or (wanted == "auto" and fits) else data
+
+
+class SequenceData:
+    """Replay of rollouts, and demonstrations in the same form, for algorithms that learn from sequences.
+
+    Every rank holds all of it, and draws the same sequences; the rows of a batch are spread over the devices.
+    """
+
+    validation = None
+
+    def __init__(
+        self, spec: RunSpec, env: Contract | None, put: Callable[[Any], Any], run_dir: Path, length: int
+    ) -> None:
+        """Empty replay, and the datasets if the run has any; `length`: steps of a sequence."""
+        self._put, self._run_dir = put, run_dir
+        table = None if spec.data is None else self._read(spec)
+        if table is not None:
+            assert spec.data is not None
+            env = _joined(table_contract(table, spec.data, spec.policy.n_obs_steps), env, spec)
+        assert env is not None
+        self.contract = env
+        self.normalizer = Normalizer.from_contract(env)
+        self._replays: dict[str, Replay] = {}
+        folder = run_dir / "replay" / f"rank{jax.process_index()}"
+        if spec.online:
+            streams = spec.rollout.workers * spec.rollout.envs_per_worker
+            spec.replay.check(streams, length)
+            schema = {**env.observation, "action": env.action, **extra_columns(spec, env)}
+            self._replays["replay"] = Replay(
+                spec.replay, schema, range(streams), observation=tuple(env.observation), folder=folder / "rollouts"
+            )
+        if table is not None:
+            assert spec.data is not None
+            self._replays["demonstrations"] = replay_from_table(
+                table,
+                observation=tuple(env.observation),
+                action=spec.data.action,
+                reward=spec.data.reward,
+                terminated=spec.data.terminated,
+                spec=spec.replay,
+                folder=folder / "demonstrations",
+            )
+        self.cursor = 0
+
+    def source(self, buffer: dict[str, float]) -> Any:
+        """What updates draw from: a replay, or a mix of both."""
+        views = {name: self._global(self._replays[name].view()) for name in buffer}
+        return next(iter(views.values())) if len(views) == 1 else mix(views, buffer)
+
+    def absorb(self, order: Order) -> None:
+        """Take in the chunks of an order, and from the journal whatever stands there between them and the last ones."""
+        if order.cursor <= self.cursor:
+            return
+        chunks = [chunk if isinstance(chunk, Chunk) else _fetch(chunk) for chunk in order.chunks]
+        first = order.cursor - len(chunks)
+        if first > self.cursor:
+            self._read_journal(first)
+        # A group that came back has read some of them from the journal already.
+        for chunk in chunks[max(0, self.cursor - first) :]:
+            self._replays["replay"].add(chunk)
+        self.cursor = order.cursor
+
+    def restore(self, cursor: int, folder: Path) -> None:
+        """Fill the replay as it was when a checkpoint was written."""
+        if cursor:
+            self._read_journal(cursor)
+            saved = checkpoint.load_extra(folder)
+            if saved:
+                self._replays["replay"].restore_priorities(saved)
+
+    def update_priorities(self, metrics: dict[str, Any]) -> None:
+        """Give the replay the priorities that an update found, and take them out of its metrics."""
+        if "priority" in metrics:
+            self._replays["replay"].update_priorities(metrics.pop("index"), metrics.pop("priority"))
+
+    def priorities(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps of the replay, beside the journal's cursor."""
+        replay = self._replays.get("replay")
+        return {} if replay is None else replay.priorities()
+
+    def _read_journal(self, stop: int) -> None:
+        with Journal(self._run_dir / "journal", read_only=True, verify=False) as journal:
+            for chunk in journal.read(self.cursor, stop):
+                self._replays["replay"].add(chunk)
+        self.cursor = stop
+
+    def _global(self, view: Any) -> Any:
+        if jax.process_count() == 1 or view.on_host:
+            return view
+        return jax.tree.map(self._put, view)
+
+    @staticmethod
+    def _read(spec: RunSpec) -> EpisodeTable:
+        assert spec.data is not None
+        if len(spec.data.datasets) > 1:
+            raise UserError(f"data.datasets: {spec.algo.name} learns from one dataset, got {len(spec.data.datasets)}")
+        extra = [name for name in (spec.data.reward, spec.data.terminated) if name is not None]
+        return load_table(spec.data.datasets[0], (*spec.data.observation, spec.data.action, *extra))
+
+
+def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:
+    """The dataset's contract with the units and bounds of the environment, which knows them.
+
+    Raises:
+        ContractError: they differ.
+    """
+    if env is None:
+        return mine
+    mine.check_same(env, "dataset", f"environment {spec.env.name if spec.env else ''}")
+    observation = {key: env.observation[key] for key in mine.observation}
+    return Contract(observation, env.action, mine.rate_hz, mine.n_obs_steps, mine.action_horizon)
+
+
+def _fetch(ref: Any) -> Chunk:
+    import ray
+
+    return ray.get(ref)

@@ -1,20 +1,31 @@
 """The orchestrator: which work is done when. It knows no algorithm, no Ray and no files of a policy.
 
-It hands out numbered work orders, the same for every rank of the learner group, and waits for the result of each. The
-orders follow from the specification and the step alone (`schedule`), so that a run that resumes, or a group that was
-restarted from a checkpoint, goes on where the state is.
+It asks the phase scheduler what comes next, has the rollout workers collect and the learner group update, writes what
+arrives to the journal, and evaluates, logs and checkpoints as the run's clock passes the intervals. The work orders for
+the group are numbered, and the same for every rank. All of its state is in the scheduler's counters and the journal's
+cursor, which every checkpoint holds: a run that resumes, or a group that came back, goes on from there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from rlsvc.spec.run import RunSpec
+import numpy as np
 
-Kind = Literal["update", "validate", "export", "checkpoint", "stop"]
+from rlsvc.core.types import Chunk
+from rlsvc.spec.phases import COLLECT, EVALUATE
+from rlsvc.spec.run import RunSpec
+from rlsvc.train.phases import PhaseScheduler, Work
+from rlsvc.train.rollout import Arrived, Rollouts
+
+Kind = Literal["update", "absorb", "weights", "validate", "export", "checkpoint", "stop"]
+MAX_UNSENT_BYTES = 64 * 2**20
+"""Chunks that a phase without updates lets pile up before the group is given them."""
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -22,11 +33,19 @@ class Order:
     """One piece of work for the learner group.
 
     Attributes:
-        kind: update (num_updates gradient steps of `hook`), validate (loss on the validation windows), export (write
-            the bundle of this step), checkpoint (write the training state), stop.
-        step: updates that will be done once the order is.
+        kind: update (num_updates gradient steps of `hook`), absorb (take in chunks, nothing else), weights (hand out
+        the
+            acting weights), validate (loss on the validation windows), export (write the bundle of this step),
+            checkpoint (write the training state), stop.
+        step: the run's clock when the order is done.
         hook: of the algorithm, for updates.
         num_updates: K, for updates.
+        phase: name of the phase, and the share of it that is done.
+        buffer: what updates draw from: shares of a batch by buffer.
+        chunks: what arrived since the last order, `Chunk` or references to them; every order begins with taking them
+        in. cursor: records of the journal that the replay holds once it has.
+        with_weights: whether the result is to have the acting weights.
+        meta: for checkpoints, what lies beside the state.
         number: position in the run of the group, given when it is sent.
     """
 
@@ -34,11 +53,17 @@ class Order:
     step: int
     hook: str = ""
     num_updates: int = 0
+    phase: tuple[str, float] = ("", 0.0)
+    buffer: dict[str, float] = field(default_factory=dict)
+    chunks: tuple[Any, ...] = ()
+    cursor: int = 0
+    with_weights: bool = False
+    meta: dict[str, Any] = field(default_factory=dict)
     number: int = -1
 
 
 class GroupRestarted(Exception):  # noqa: N818 - an event that the orchestrator handles, not an error
-    """The learner group came back from a checkpoint; `step` is where it is now."""
+    """The learner group came back from a checkpoint; `step` is the clock of it, 0 without one."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"learner group restarted at step {step}")
@@ -49,7 +74,7 @@ class LearnerGroup(Protocol):
     """Ranks that carry out orders."""
 
     def start(self) -> int:
-        """Wait until all ranks are ready; the step that they are at."""
+        """Wait until all ranks are ready; the clock of the checkpoint that they are at, 0 without one."""
         ...
 
     def execute(self, order: Order) -> dict[str, Any]:
@@ -65,38 +90,27 @@ class LearnerGroup(Protocol):
         ...
 
 
-def schedule(spec: RunSpec, step: int) -> Iterator[Order]:
-    """Orders from `step` to the end; at one step validate, export (which is evaluated), checkpoint, in this order."""
-    total, interval = spec.total_steps, spec.evaluation.interval
-    evaluates = spec.env is not None
-    while step < total:
-        stops = [total, _next(step, spec.checkpoint.interval), _next(step, spec.log_interval)]
-        if evaluates and interval:
-            stops.append(_next(step, interval))
-        count = min(spec.learner.updates_per_call, min(stops) - step)
-        step += count
-        yield Order("update", step, hook="update", num_updates=count)
-        last = step == total
-        evaluate_now = last or bool(evaluates and interval and step % interval == 0)
-        checkpoint_now = last or step % spec.checkpoint.interval == 0
-        if evaluate_now or checkpoint_now:
-            if spec.data.validation_fraction:
-                yield Order("validate", step)
-            if evaluate_now:
-                yield Order("export", step)
-            if checkpoint_now:
-                yield Order("checkpoint", step)
+class Journal(Protocol):
+    """Where chunks are acknowledged; `rlsvc.data.journal.Journal`."""
 
+    def append(self, chunk: Chunk) -> int:
+        """Write a chunk once; the cursor after it."""
+        ...
 
-def _next(step: int, interval: int) -> int:
-    return (step // interval + 1) * interval
+    def read(self, start: int = 0, stop: int | None = None) -> Any:
+        """Chunks of these records."""
+        ...
+
+    def __len__(self) -> int:
+        """Records."""
+        ...
 
 
 class Listener(Protocol):
     """What the run does with results; see rlsvc/train/run.py."""
 
-    def on_update(self, step: int, metrics: dict[str, float]) -> None:
-        """Metrics of the updates since the last call, averaged."""
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Metrics since the last call, by their full names (`train/loss`, `collect/return`)."""
         ...
 
     def on_result(self, order: Order, result: dict[str, Any]) -> None:
@@ -105,49 +119,252 @@ class Listener(Protocol):
 
 
 class Orchestrator:
-    """Drives a learner group through the schedule.
+    """Drives learner group and rollout workers through the phases.
 
-    Consumes results, produces orders; waits for the group only. When `stop` is set between two orders, the group writes
-    a checkpoint and the run ends early.
+    Consumes chunks and results, produces orders. When `stop` is set between two orders, the group writes a checkpoint
+    and the run ends early.
     """
 
-    def __init__(self, spec: RunSpec, group: LearnerGroup, listener: Listener, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        group: LearnerGroup,
+        listener: Listener,
+        stop: threading.Event,
+        *,
+        rollouts: Rollouts | None = None,
+        journal: Journal | None = None,
+        read_meta: Callable[[int], dict[str, Any]] = lambda step: {},
+    ) -> None:
+        """Not started yet.
+
+        Args:
+            spec: of the run.
+            group: the ranks.
+            listener: is told of everything.
+            stop: see the class.
+            rollouts: workers, for online phases.
+            journal: of the run, for online phases.
+            read_meta: what lies beside the checkpoint of a clock step.
+        """
         self.spec, self.group, self.listener, self.stop = spec, group, listener, stop
+        self.rollouts, self.journal, self._read_meta = rollouts, journal, read_meta
         self._number = 0
-        self._pending: list[tuple[int, dict[str, float]]] = []
+        self._update_metrics: list[tuple[str, int, dict[str, float]]] = []
+        self._collected = _Collected()
+        self._unsent: list[Arrived] = []
+        self._weights_version = -1
+        self._logged_at = 0.0
 
     def run(self) -> int:
-        """Carry out the schedule; the step reached."""
-        step = self.group.start()
-        orders, stopping = schedule(self.spec, step), False
+        """Carry out the phases; the clock reached."""
+        self._restore(self.group.start())
         while True:
-            if self.stop.is_set() and not stopping:
-                orders, stopping = iter([Order("checkpoint", step)]), True
-            order = next(orders, Order("stop", step))
             try:
-                self._do(order)
+                if self.stop.is_set():
+                    self._checkpoint()
+                    self._send(Order("stop", self._scheduler.clock))
+                    return self._scheduler.clock
+                if not self._unit():
+                    self._send(Order("stop", self._scheduler.clock))
+                    return self._scheduler.clock
             except GroupRestarted as restarted:
-                step = restarted.step
-                orders, stopping = schedule(self.spec, step), False
-                self._pending.clear()
+                self._restore(restarted.step)
+
+    def _restore(self, step: int) -> None:
+        meta = self._read_meta(step) if step else {}
+        # A checkpoint of a run without phases says no more than its step.
+        state = meta.get("scheduler") or {"phase": 0, "counts": {"update": step}, "updates": step}
+        self._scheduler = PhaseScheduler(self.spec.curriculum, self.spec.learner.updates_per_call, state)
+        self._scheduler.next()
+        if self.journal is not None:
+            beyond = self.journal.read(int(meta.get("cursor", 0)))
+            self._scheduler.absorb(sum(chunk.num_steps for chunk in beyond))
+        self._seen = self._scheduler.clock
+        self._unsent, self._unsent_bytes = [], 0
+        self._update_metrics.clear()
+        self._weights_version = -1
+
+    def _unit(self) -> bool:
+        """Do the next thing; False when nothing is left."""
+        scheduler = self._scheduler
+        work = scheduler.next(self._boundary())
+        waits = work is None or work.hook == COLLECT or scheduler.phase.type != "online"
+        if waits and scheduler.clock > self._seen:
+            self._pass_intervals(final=work is None)
+            self._seen = scheduler.clock
+        if work is None:
+            return False
+        if work.hook == EVALUATE:
+            self._send(Order("export", scheduler.clock))
+            scheduler.advance(EVALUATE, 1)
+        elif work.hook == COLLECT:
+            self._collect(work)
+        else:
+            self._update(work)
+        return True
+
+    def _boundary(self) -> int:
+        """The next value of the clock at which something is due."""
+        intervals = [self.spec.checkpoint.interval, self.spec.log_interval]
+        if self._evaluates and self.spec.evaluation.interval:
+            intervals.append(self.spec.evaluation.interval)
+        return min((self._scheduler.clock // interval + 1) * interval for interval in intervals)
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.spec.env is not None
+
+    def _pass_intervals(self, *, final: bool) -> None:
+        """Log, validate, export (which is evaluated), checkpoint, in this order, where the clock passed an interval."""
+        before, now = self._seen, self._scheduler.clock
+
+        def passed(interval: int | None) -> bool:
+            return interval is not None and now // interval > before // interval
+
+        if final or passed(self.spec.log_interval):
+            self._log()
+        evaluate_now = final or (self._evaluates and passed(self.spec.evaluation.interval))
+        checkpoint_now = final or passed(self.spec.checkpoint.interval)
+        if evaluate_now or checkpoint_now:
+            if self.spec.data is not None and self.spec.data.validation_fraction:
+                self._send(Order("validate", now))
+            if evaluate_now:
+                self._send(Order("export", now))
+            if checkpoint_now:
+                self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        self._send(Order("checkpoint", self._scheduler.clock))
+
+    def _update(self, work: Work) -> None:
+        scheduler, phase = self._scheduler, self._scheduler.phase
+        online = self.rollouts is not None and phase.type == "online"
+        if online and self.spec.rollout.mode == "async":
+            self._take(self._poll(0.0))
+        due = scheduler.updates + work.count - self._weights_version >= self.spec.rollout.weights_interval
+        order = Order(
+            "update",
+            scheduler.clock + (work.count if phase.type == "offline" else 0),
+            hook=work.hook,
+            num_updates=work.count,
+            phase=(phase.name, scheduler.progress),
+            buffer=phase.mixture,
+            with_weights=online and due,
+        )
+        result = self._send(order)
+        scheduler.advance(work.hook, work.count)
+        self._give_weights(result)
+        self._update_metrics.append((work.hook, work.count, result))
+
+    def _collect(self, work: Work) -> None:
+        assert self.rollouts is not None
+        acting = self._scheduler.phase.acting
+        if acting == "policy" and self._weights_version < 0:
+            self._give_weights(self._send(Order("weights", self._scheduler.clock, with_weights=True)))
+        if self.spec.rollout.mode == "sync":
+            streams = self.spec.rollout.workers * self.spec.rollout.envs_per_worker
+            steps = max(1, min(self.spec.rollout.chunk_steps, work.count // streams))
+            self._take(self.rollouts.collect(steps, acting))
+        else:
+            self._take(self._poll(POLL_S))
+
+    def _poll(self, timeout_s: float) -> list[Arrived]:
+        assert self.rollouts is not None
+        self.rollouts.pump(self.spec.rollout.max_ahead - self._scheduler.ahead, self._scheduler.phase.acting)
+        return self.rollouts.poll(timeout_s)
+
+    def _take(self, arrived: Sequence[Arrived]) -> None:
+        """Acknowledge chunks: from here on they are in the journal, and so in every replay."""
+        assert self.journal is not None
+        bound = self.spec.rollout.max_staleness
+        for one in arrived:
+            chunk = one.chunk
+            staleness = self._staleness(chunk)
+            self._collected.staleness.append(staleness)
+            if bound is not None and staleness > bound:
+                self._collected.stale_dropped += 1
                 continue
-            if order.kind == "stop":
-                return step
-            step = order.step
+            if self.journal.append(chunk) < len(self.journal):
+                continue  # a chunk that was sent again
+            self._collected.add(chunk)
+            self._scheduler.advance(COLLECT, chunk.num_steps)
+            self._unsent.append(one)
+            self._unsent_bytes += chunk.nbytes
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
+            self._send(Order("absorb", self._scheduler.clock))
 
-    def _do(self, order: Order) -> None:
-        result = self.group.execute(replace(order, number=self._number))
+    def _staleness(self, chunk: Chunk) -> int:
+        """Updates by which the oldest weights that acted in it are behind the learner's; 0 for random actions."""
+        versions = chunk.columns["version"]
+        acted = versions[versions >= 0]
+        return max(0, self._scheduler.updates - int(acted.min())) if len(acted) else 0
+
+    def _give_weights(self, result: dict[str, Any]) -> None:
+        params = result.pop("params", None)
+        if params is not None and self.rollouts is not None:
+            self._weights_version = self._scheduler.updates
+            self.rollouts.set_weights(params, self._weights_version)
+
+    def _send(self, order: Order) -> dict[str, Any]:
+        cursor = 0 if self.journal is None else len(self.journal)
+        meta = {"scheduler": self._scheduler.to_json(), "cursor": cursor} if order.kind == "checkpoint" else {}
+        chunks = tuple(one.chunk if one.ref is None else one.ref for one in self._unsent)
+        result = self.group.execute(replace(order, number=self._number, chunks=chunks, cursor=cursor, meta=meta))
         self._number += 1
-        if order.kind == "update":
-            self._pending.append((order.num_updates, result))
-            if order.step % self.spec.log_interval == 0 or order.step == self.spec.total_steps:
-                self._log(order.step)
-        elif order.kind != "stop":
+        self._unsent, self._unsent_bytes = [], 0
+        if order.kind in ("validate", "export", "checkpoint"):
             self.listener.on_result(order, result)
+        return result
 
-    def _log(self, step: int) -> None:
-        total = sum(count for count, _ in self._pending)
-        names = self._pending[0][1]
-        mean = {name: sum(count * metrics[name] for count, metrics in self._pending) / total for name in names}
-        self._pending.clear()
-        self.listener.on_update(step, mean)
+    def _log(self) -> None:
+        scheduler = self._scheduler
+        metrics: dict[str, float] = {}
+        for hook in dict.fromkeys(hook for hook, _, _ in self._update_metrics):
+            mine = [(count, result) for name, count, result in self._update_metrics if name == hook]
+            total = sum(count for count, _ in mine)
+            prefix = "controller" if hook == "update_controller" else "train"
+            for name in mine[0][1]:
+                metrics[f"{prefix}/{name}"] = sum(count * result[name] for count, result in mine) / total
+        self._update_metrics.clear()
+        if self.rollouts is not None:
+            metrics |= self._collected.metrics()
+            metrics |= {f"rollout/{name}": value for name, value in self.rollouts.metrics().items()}
+            metrics |= {"progress/env_steps": float(scheduler.env_steps), "progress/updates": float(scheduler.updates)}
+            self._collected = _Collected()
+        if metrics:
+            self.listener.on_metrics(scheduler.clock, metrics)
+
+
+@dataclass
+class _Collected:
+    """What arrived since the last log."""
+
+    steps: int = 0
+    lost: int = 0
+    stale_dropped: int = 0
+    staleness: list[int] = field(default_factory=list)
+    ended: dict[str, list[float]] = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)
+
+    def add(self, chunk: Chunk) -> None:
+        self.steps += chunk.num_steps
+        self.lost += chunk.lost
+        for name, values in chunk.ended.items():
+            self.ended.setdefault(name, []).extend(float(value) for value in values)
+
+    def metrics(self) -> dict[str, float]:
+        out = {
+            "collect/steps_per_s": self.steps / max(time.monotonic() - self.since, 1e-9),
+            "collect/episodes_lost": float(self.lost),
+            "rollout/stale_dropped": float(self.stale_dropped),
+        }
+        if self.staleness:
+            out |= {
+                "rollout/staleness": float(np.mean(self.staleness)),
+                "rollout/staleness_max": float(max(self.staleness)),
+            }
+        if self.ended.get("return"):
+            out |= {f"collect/{name}": float(np.mean(values)) for name, values in self.ended.items()}
+            out["collect/episodes"] = float(len(self.ended["return"]))
+        return out

@@ -11,11 +11,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import BusyError, SpecError, UserError
+from rlsvc.data.journal import Journal
 from rlsvc.envs.make import make_env
 from rlsvc.spec.compose import compose, to_yaml
 from rlsvc.spec.run import RunSpec
@@ -28,11 +30,12 @@ from rlsvc.train.group import LocalGroup, RayGroup
 from rlsvc.train.inference import LocalInference, RayInference
 from rlsvc.train.orchestrator import LearnerGroup, Orchestrator, Order
 from rlsvc.train.plots import write_learning_curve
+from rlsvc.train.rollout import make_rollouts
 from rlsvc.train.workers import Workers, make_workers
 
 log = logging.getLogger(__name__)
 OnMetrics = Callable[[int, dict[str, float]], None]
-MUST_AGREE = ("policy", "algo", "data", "env", "seed", "precision")
+MUST_AGREE = ("policy", "algo", "data", "env", "replay", "seed", "precision")
 """Parts of the specification that a resumed run may not change."""
 
 
@@ -93,20 +96,28 @@ def train(
         spec = place_on_gpus(spec, cluster_gpus())
         check_resources(spec)
     stop = stop or threading.Event()
-    tracker = make_tracker(spec, folder, resume=spec.resume)
-    group: LearnerGroup = (LocalGroup if local else RayGroup)(spec, folder, contract)
-    run = _Run(spec, folder, tracker, on_metrics, local)
     status = "failed"
-    try:
+    with contextlib.ExitStack() as stack:
+        tracker = make_tracker(spec, folder, resume=spec.resume)
+        stack.callback(lambda: tracker.close(status))
+        group: LearnerGroup = (LocalGroup if local else RayGroup)(spec, folder, contract)
+        stack.callback(group.close)
+        run = _Run(spec, folder, tracker, on_metrics, local)
+        stack.callback(run.close)
+        journal = rollouts = None
+        if spec.online:
+            assert contract is not None
+            journal = stack.enter_context(Journal(folder / "journal"))
+            rollouts = make_rollouts(spec, contract, journal, local)
+            stack.callback(rollouts.close)
         tracker.log_params(spec)
         with _interrupts(stop), _profiler(profile):
-            step = Orchestrator(spec, group, run, stop).run()
+            step = Orchestrator(
+                spec, group, run, stop, rollouts=rollouts, journal=journal,
+                read_meta=partial(checkpoint.load_meta, folder / "checkpoints"),
+            ).run()  # fmt: skip
         result = run.finish(step, interrupted=stop.is_set())
         status = "finished"
-    finally:
-        run.close()
-        group.close()
-        tracker.close(status)
     return result
 
 
@@ -124,8 +135,8 @@ class _Run:
         found = json.loads(self._scores_file.read_text()) if self._scores_file.exists() else {}
         self.scores: dict[int, float] = {int(step): score for step, score in found.items()}
 
-    def on_update(self, step: int, metrics: dict[str, float]) -> None:
-        self._log(step, {f"train/{name}": value for name, value in metrics.items()})
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self._log(step, metrics)
 
     def on_result(self, order: Order, result: dict[str, Any]) -> None:
         if order.kind == "validate" and result:
@@ -138,7 +149,7 @@ class _Run:
     def _exported(self, step: int, bundle: Path) -> None:
         if self.evaluator is None:
             return
-        final = step == self.spec.total_steps
+        final = step == self.spec.length
         self.last_evaluation = self.evaluator.run(bundle, final=final)
         metrics = self.last_evaluation.metrics()
         self.scores[step] = metrics[self.spec.evaluation.metric]

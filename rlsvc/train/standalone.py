@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlsvc.envs.make import make_env
 from rlsvc.runner import BASELINES, BaselineRunner, Runner
-from rlsvc.spec.env import PushTSpec
+from rlsvc.spec.env import EnvSpec
 from rlsvc.store.registry import resolve
 from rlsvc.train.cluster import cluster_gpus, ensure_ray, takes_gpu
 from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate
@@ -20,7 +20,7 @@ BASELINE_HORIZON = 8
 
 def evaluate_bundle(
     bundle: str,
-    env_spec: PushTSpec,
+    env_spec: EnvSpec,
     *,
     episodes: int = 50,
     first_seed: int = 100_000,

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlsvc.core.history import ObservationHistory
 from rlsvc.envs.make import make_env
-from rlsvc.spec.env import PushTSpec
+from rlsvc.spec.env import EnvSpec
 
 STEP_TIMEOUT_S = 120.0
 """A worker that does not answer for this long is taken for lost."""
@@ -55,7 +55,7 @@ class EpisodeWorker:
     Consumes seeds and action chunks, produces observation windows; waits for nobody.
     """
 
-    def __init__(self, spec: PushTSpec, n_obs_steps: int) -> None:
+    def __init__(self, spec: EnvSpec, n_obs_steps: int) -> None:
         self.spec, self.n_obs_steps = spec, n_obs_steps
         self._envs: list[Any] = []
         self._histories: list[ObservationHistory] = []
@@ -120,7 +120,7 @@ class InProcess:
 
     count = 1
 
-    def __init__(self, spec: PushTSpec, n_obs_steps: int) -> None:
+    def __init__(self, spec: EnvSpec, n_obs_steps: int) -> None:
         self._worker = EpisodeWorker(spec, n_obs_steps)
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -132,7 +132,7 @@ class InProcess:
         self._worker.close()
 
 
-def _serve(pipe: Any, spec: PushTSpec, n_obs_steps: int) -> None:
+def _serve(pipe: Any, spec: EnvSpec, n_obs_steps: int) -> None:
     worker = EpisodeWorker(spec, n_obs_steps)
     while True:
         try:
@@ -145,7 +145,7 @@ def _serve(pipe: Any, spec: PushTSpec, n_obs_steps: int) -> None:
 class Processes:
     """Workers in spawned processes of this machine, for runs without Ray. They end when this process does."""
 
-    def __init__(self, spec: PushTSpec, n_obs_steps: int, count: int) -> None:
+    def __init__(self, spec: EnvSpec, n_obs_steps: int, count: int) -> None:
         self.count = count
         self._make = (spec, n_obs_steps)
         self._context = multiprocessing.get_context("spawn")
@@ -185,7 +185,7 @@ class Processes:
 class RayWorkers:
     """Workers as Ray actors. One that dies or hangs is replaced; WorkerLost tells the caller to run the wave again."""
 
-    def __init__(self, spec: PushTSpec, n_obs_steps: int, count: int, cpus: float = 1.0) -> None:
+    def __init__(self, spec: EnvSpec, n_obs_steps: int, count: int, cpus: float = 1.0) -> None:
         import ray
 
         self.count = count
@@ -222,7 +222,7 @@ class RayWorkers:
             ray.kill(actor)
 
 
-def make_workers(spec: PushTSpec, n_obs_steps: int, count: int, local: bool) -> Workers:
+def make_workers(spec: EnvSpec, n_obs_steps: int, count: int, local: bool) -> Workers:
     """Ray actors; without Ray this process, or `count` processes."""
     if not local:
         return RayWorkers(spec, n_obs_steps, count)

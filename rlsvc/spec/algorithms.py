@@ -1,0 +1,54 @@
+"""The table of algorithms: what each is called, configured by, and works with. A new algorithm is one line here.
+
+It names classes by their path, since this folder imports no jax; `rlsvc.algos.load_algorithm` follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlsvc.spec.base import Spec
+from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.tdmpc2 import TDMPC2Spec
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One algorithm.
+
+    Attributes:
+        spec: its specification class; its `name` is the key of the table.
+        path: `module:class` of the algorithm.
+        policies: names of the policies that it trains.
+        hooks: its hooks, which phases name.
+        sequence_length: steps of the sequences that it draws from a replay, given the policy's specification; None for
+        an
+            algorithm that draws windows from demonstrations.
+        extras: names of what the policy hands out besides actions and the algorithm wants stored with each step, given
+            the algorithm's specification.
+    """
+
+    spec: type[Spec]
+    path: str
+    policies: tuple[str, ...]
+    hooks: tuple[str, ...] = ("update",)
+    sequence_length: Callable[[Any], int] | None = None
+    extras: Callable[[Any], tuple[str, ...]] = lambda algo: ()
+
+
+def _tdmpc2_extras(algo: TDMPC2Spec) -> tuple[str, ...]:
+    return ("behaviour_mean", "behaviour_log_std") if algo.behaviour_coef else ()
+
+
+ALGORITHMS: dict[str, Entry] = {
+    "imitation": Entry(ImitationSpec, "rlsvc.algos.imitation:Imitation", ("diffusion",)),
+    "tdmpc2": Entry(
+        TDMPC2Spec,
+        "rlsvc.algos.tdmpc2:TDMPC2",
+        ("tdmpc2",),
+        sequence_length=lambda policy: policy.horizon,
+        extras=_tdmpc2_extras,
+    ),
+}

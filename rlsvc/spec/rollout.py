@@ -1,0 +1,45 @@
+"""Rollout workers: who steps the environments, who acts in them, how far they may run ahead (train/rollout.py)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlsvc.spec.base import Spec
+
+
+class RolloutSpec(Spec):
+    """Rollout workers of online phases: Ray actors, or with --local this process."""
+
+    workers: int = Field(default=1, ge=1)
+    """Actors."""
+    envs_per_worker: int = Field(default=1, ge=1)
+    """Environments that one worker steps side by side, with one batch of actions."""
+    cpus_per_worker: float = Field(default=1.0, ge=0)
+    """That Ray holds for a worker."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync: collect, then learn, in turn; the same seed gives the same run. async: workers step while the learner
+    updates, and the updates per step that the phase names are held by a limiter."""
+    chunk_steps: int = Field(default=1, ge=1)
+    """Steps of each environment in one chunk. sync: the smallest amount that is collected at once."""
+    inference: Literal["local", "central"] = "local"
+    """local: the policy acts in the worker, on its CPU. central: one actor acts for all workers, on a GPU where there
+    is one."""
+    inference_gpus: float | None = Field(default=None, ge=0)
+    """GPUs (or a share of one) of the central actor; null: 0.25 where the ranks have GPUs, else 0."""
+    inference_wait_s: float = Field(default=0.002, ge=0)
+    """Longest that an observation waits for others before the central actor acts on what there is."""
+    max_inflight: int = Field(default=2, ge=1)
+    """async: chunks that one worker may have on the way; it pauses when the driver has not taken them."""
+    max_ahead: int = Field(default=2048, ge=1)
+    """async: environment steps by which collecting may be ahead of the updates that the phase's ratio owes to them."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Most updates by which the weights that chose an action may be behind the learner's when the chunk arrives; older
+    chunks are dropped and counted (rollout/stale_dropped). null only measures."""
+    weights_interval: int = Field(default=1, ge=1)
+    """Updates between two versions of the weights that workers are given."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """A worker that answers nothing for this long is killed and replaced."""
+    max_restarts: int = Field(default=100, ge=0)
+    """Replacements of workers, all together, before the run fails."""

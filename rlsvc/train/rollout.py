@@ -1,0 +1,659 @@
+"""Rollout workers: they step environments, act in them, and pack what happened into chunks.
+
+A worker knows nothing of learning. The driver asks it for chunks of so many steps, gives it weights by version, and
+owns what it returns, so that a chunk outlives its worker.
+
+Letters: N environments of a worker (streams), L steps of a chunk, T observation steps, R rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlsvc.core.contract import Contract, Feature
+from rlsvc.core.errors import UserError
+from rlsvc.core.types import Chunk
+from rlsvc.data.journal import Journal
+from rlsvc.data.normalize import Normalizer
+from rlsvc.envs.vector import VectorEnv
+from rlsvc.runner import PolicyRunner, Runner
+from rlsvc.spec.algorithms import ALGORITHMS
+from rlsvc.spec.env import EnvSpec
+from rlsvc.spec.rollout import RolloutSpec
+from rlsvc.spec.run import RunSpec
+from rlsvc.store.bundle import Bundle
+from rlsvc.train.inference import CentralRunner, make_central
+
+START_TIMEOUT_S = 600.0
+"""Longest that a new worker may take to its first chunk: it imports, makes its environments, and compiles."""
+MAX_FAILED_STARTS = 3
+PROBE_TIMEOUT_S = 10.0
+"""A central actor that does not say how it is within this time is taken for lost."""
+
+
+@dataclass(frozen=True)
+class Acting:
+    """What acts, without its weights; plain values, so that it travels to actors.
+
+    Attributes:
+        policy: its specification, with `name`.
+        contract: what it sees and does.
+        normalizer: between the contract's units and the policy's.
+        precision: "fp32" or "bf16".
+        extras: what the policy hands out besides actions and the learner wants stored, feature by name.
+    """
+
+    policy: dict[str, Any]
+    contract: Contract
+    normalizer: Normalizer
+    precision: str
+    extras: dict[str, Feature] = field(default_factory=dict)
+
+    def runner(self, batch_sizes: tuple[int, ...], device: str) -> PolicyRunner:
+        """A runner that explores; it has no weights yet."""
+        bundle = Bundle("", self.policy, self.precision, self.contract, self.normalizer, {}, {}, Path())
+        return PolicyRunner(bundle, batch_sizes=batch_sizes, device=device, explore=True)
+
+
+def make_acting(spec: RunSpec, contract: Contract) -> Acting:
+    """The policy of a run as its rollout workers need it; `contract`: the environment's."""
+    policy = spec.policy.model_dump(mode="json")
+    return Acting(policy, contract, Normalizer.from_contract(contract), spec.precision, extra_columns(spec, contract))
+
+
+def extra_columns(spec: RunSpec, contract: Contract) -> dict[str, Feature]:
+    """What the policy hands out besides actions and the algorithm wants stored with each step."""
+    names = ALGORITHMS[spec.algo.name].extras(spec.algo)
+    if not names:
+        return {}
+    import jax
+
+    from rlsvc.policies import ActOptions, make_policy
+
+    policy = make_policy(spec.policy.model_dump(mode="json"), contract, spec.precision)
+
+    def act(key: Any) -> dict[str, Any]:
+        observation = {name: jax.numpy.asarray(x) for name, x in contract.example_observation(1).items()}
+        options = ActOptions(explore=True)
+        return policy.act(policy.init(key), observation, policy.initial_carry(1), key[None], options)[2]
+
+    shapes = jax.eval_shape(act, jax.random.key(0))
+    return {name: Feature(shapes[name].shape[1:], "float32") for name in names}
+
+
+def make_rollouts(spec: RunSpec, contract: Contract, journal: Journal, local: bool) -> Rollouts:
+    """The rollout workers of a run, and the central actor if it has one.
+
+    Args:
+        spec: of the run, with numbers for GPUs.
+        contract: of the environment.
+        journal: of the run; a worker that sent chunks into it before begins with a new incarnation.
+        local: without Ray.
+    """
+    assert spec.env is not None
+    acting, rollout = make_acting(spec, contract), spec.rollout
+    incarnations = [0] * rollout.workers
+    for worker, incarnation, _ in journal.ids():
+        if worker < rollout.workers:
+            incarnations[worker] = max(incarnations[worker], incarnation + 1)
+    if local:
+        return LocalRollouts(spec.env, rollout, acting, seed=spec.seed, device=spec.device, incarnations=incarnations)
+    central = None
+    if rollout.inference == "central":
+        rows = rollout.workers * rollout.envs_per_worker
+        central = partial(make_central, acting, rows, rollout.inference_wait_s, rollout.inference_gpus or 0.0)
+    return RayRollouts(spec.env, rollout, acting, seed=spec.seed, incarnations=incarnations, make_inference=central)
+
+
+class RolloutWorker:
+    """One vector of environments.
+
+    Consumes requests for chunks and weights, produces chunks; waits for its runner only.
+    """
+
+    def __init__(
+        self,
+        env: EnvSpec,
+        acting: Acting,
+        *,
+        worker: int,
+        num_envs: int,
+        seed: int,
+        incarnation: int = 0,
+        runner: Runner | None = None,
+    ) -> None:
+        """Make the environments.
+
+        Args:
+            env: specification of every one of them.
+            acting: the policy that acts.
+            worker: number in the run; its streams are worker * num_envs ...
+            num_envs: N.
+            seed: of the run; environments and noise follow from it, the stream, the incarnation and the episode.
+            incarnation: how often this worker was started before, over all resumes of the run.
+            runner: acts; None makes one of its own on the CPU.
+        """
+        self.worker, self.incarnation, self.seed = worker, incarnation, seed
+        self._acting, self._contract = acting, acting.contract
+        self._env = VectorEnv(env, num_envs)
+        self._runner = runner
+        self._streams = np.arange(worker * num_envs, (worker + 1) * num_envs, dtype=np.int32)
+        self._version, self._number, self._episodes = -1, 0, 0
+        self._random = np.random.default_rng((seed, worker, incarnation))
+        self._observation: dict[str, np.ndarray] | None = None
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def collect(
+        self, num_steps: int, acting: str = "policy", weights: Mapping[str, Any] | None = None, version: int = -1
+    ) -> Chunk:
+        """Step every environment `num_steps` times.
+
+        Args:
+            num_steps: L.
+            acting: "policy", or "random" for uniform actions.
+            weights: newer ones, host arrays by name; None keeps those of before.
+            version: of `weights`.
+        """
+        if weights is not None and version != self._version:
+            self.set_weights(weights, version)
+        if self._observation is None:
+            self._begin()
+        n, columns = self._env.num_envs, self._allocate(num_steps)
+        keep = np.ones((num_steps, n), bool)
+        finals: list[tuple[int, int, dict[str, np.ndarray]]] = []
+        ended: dict[str, list[Any]] = {"return": [], "length": [], "success": []}
+        lost = 0
+        uniform = self._uniform(num_steps) if acting == "random" else None
+        for t in range(num_steps):
+            observation = self._observation
+            action, extras, version = self._act() if uniform is None else (uniform[t], {}, -1)
+            for key in self._contract.observation:
+                columns[key][t] = observation[key]
+            columns["action"][t] = action
+            for key in self._acting.extras:
+                columns[key][t] = extras.get(key, 0.0)
+            columns["is_first"][t], columns["step"][t] = self._steps == 0, self._steps
+            columns["episode"][t], columns["version"][t] = self._episode, version
+            out = self._env.step(action)
+            columns["reward"][t], columns["terminated"][t] = out.reward, out.terminated
+            columns["truncated"][t] = out.truncated
+            self._steps += 1
+            self._returns += out.reward
+            self._observation = out.observation
+            over = out.ended | out.lost
+            if over.any():
+                for i in np.flatnonzero(over):
+                    if out.lost[i]:
+                        lost += 1
+                        # What this chunk has of the episode is discarded with it.
+                        keep[: t + 1, i] &= columns["episode"][: t + 1, i] != self._episode[i]
+                    else:
+                        finals.append(
+                            (t, int(i), {key: out.final_observation[key][i] for key in self._contract.observation})
+                        )
+                        ended["return"].append(self._returns[i])
+                        ended["length"].append(self._steps[i])
+                        ended["success"].append(out.success[i])
+                self._start_episodes(over)
+            self._slide(out.observation, over)
+        chunk = self._pack(columns, keep, finals, ended, lost)
+        self._number += 1
+        return chunk
+
+    def set_weights(self, params: Any, version: int) -> None:
+        """Act with these weights from now on."""
+        if self._runner is None:
+            self._runner = self._acting.runner((self._env.num_envs,), "cpu")
+        if isinstance(self._runner, PolicyRunner):
+            self._runner.set_params(params, str(version))
+        self._version = version
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._env.close()
+
+    def _begin(self) -> None:
+        n = self._env.num_envs
+        seeds = [_seed(self.seed, 0, int(stream), self.incarnation) for stream in self._streams]
+        self._observation = self._env.reset(seeds)
+        self._steps, self._returns = np.zeros(n, np.int32), np.zeros(n, np.float64)
+        self._episode, self._noise = np.zeros(n, np.int64), np.zeros(n, np.uint32)
+        self._carry: Any = None
+        every = np.ones(n, bool)
+        self._start_episodes(every)
+        self._window: dict[str, np.ndarray] = {}
+        self._slide(self._observation, every)
+
+    def _start_episodes(self, rows: np.ndarray) -> None:
+        for i in np.flatnonzero(rows):
+            self._episode[i] = (self.worker << 42) | (self.incarnation << 32) | self._episodes
+            self._noise[i] = _seed(self.seed, 1, int(self._streams[i]), self.incarnation, self._episodes)
+            self._episodes += 1
+        self._steps[rows], self._returns[rows] = 0, 0.0
+
+    def _slide(self, observation: Mapping[str, np.ndarray], begins: np.ndarray) -> None:
+        """Keep the last T observations of each environment, [N, T, ...]; the first of an episode is repeated."""
+        t = self._contract.n_obs_steps
+        for key in self._contract.observation:
+            newest = observation[key][:, None]
+            if t == 1 or key not in self._window:
+                self._window[key] = np.repeat(newest, t, axis=1) if t > 1 else newest
+                continue
+            window = np.concatenate([self._window[key][:, 1:], newest], axis=1)
+            window[begins] = newest[begins]
+            self._window[key] = window
+
+    def _act(self) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
+        """Actions [N, ...], extras, and the version of the weights that chose them."""
+        assert self._runner is not None, "acting before any weights were given"
+        chunk = self._runner.act(self._window, self._noise, self._steps, self._carry)
+        self._carry = chunk.carry
+        return chunk.action[:, 0], chunk.extras, int(chunk.version)
+
+    def _uniform(self, num_steps: int) -> np.ndarray:
+        action, shape = self._contract.action, (num_steps, self._env.num_envs, *self._contract.action.shape)
+        if action.low is None or action.high is None:
+            raise UserError("acting: random needs an action with bounds, and this environment's action has none")
+        if action.dtype.startswith("int"):
+            return self._random.integers(int(action.low[0]), int(action.high[0]) + 1, shape)
+        return self._random.uniform(action.low, action.high, shape).astype(np.float32)
+
+    def _allocate(self, num_steps: int) -> dict[str, np.ndarray]:
+        """Arrays [L, N, ...] that are filled anew for each chunk, and copied out by `_pack`."""
+        if self._buffers and len(self._buffers["reward"]) == num_steps:
+            return self._buffers
+        lead = (num_steps, self._env.num_envs)
+        self._buffers = {
+            name: np.zeros((*lead, *feature.shape), feature.dtype)
+            for name, feature in {**chunk_schema(self._contract), **self._acting.extras}.items()
+            if name != "is_last"
+        }
+        return self._buffers
+
+    def _pack(
+        self,
+        columns: dict[str, np.ndarray],
+        keep: np.ndarray,
+        finals: list[tuple[int, int, dict[str, np.ndarray]]],
+        ended: dict[str, list[Any]],
+        lost: int,
+    ) -> Chunk:
+        num_steps, n = keep.shape
+        count = num_steps * n
+        times = np.concatenate([np.repeat(np.arange(num_steps), n), [t for t, _, _ in finals]])
+        slots = np.concatenate([np.tile(np.arange(n), num_steps), [i for _, i, _ in finals]]).astype(np.int64)
+        is_last = np.arange(len(slots)) >= count
+        order = np.lexsort((is_last, times, slots))
+        kept = np.concatenate([keep.reshape(-1), np.ones(len(finals), bool)])
+        order = order[kept[order]]
+        out: dict[str, np.ndarray] = {"is_last": is_last[order]}
+        at = [(t, i) for t, i, _ in finals]
+        for name, column in columns.items():
+            flat = column.reshape(count, *column.shape[2:])
+            if finals:
+                flat = np.concatenate([flat, self._final_rows(name, column, at, finals)])
+            out[name] = flat[order]
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(slots[order], minlength=n))]).astype(np.int64)
+        stats = {
+            "return": np.asarray(ended["return"], np.float64),
+            "length": np.asarray(ended["length"], np.int64),
+            "success": np.asarray(ended["success"], bool),
+        }
+        return Chunk(self.worker, self.incarnation, self._number, self._streams, offsets, out, stats, lost)
+
+    def _final_rows(
+        self,
+        name: str,
+        column: np.ndarray,
+        at: list[tuple[int, int]],
+        finals: list[tuple[int, int, dict[str, np.ndarray]]],
+    ) -> np.ndarray:
+        if name in self._contract.observation:
+            return np.stack([observation[name] for _, _, observation in finals]).astype(column.dtype)
+        rows = np.stack([column[t, i] for t, i in at])
+        if name in ("episode", "version"):
+            return rows
+        return rows + 1 if name == "step" else np.zeros_like(rows)
+
+
+def chunk_schema(contract: Contract) -> dict[str, Feature]:
+    """Columns of a chunk by name, without the policy's extras."""
+    flags = {name: Feature((), "bool") for name in ("terminated", "truncated", "is_first", "is_last")}
+    return {
+        **contract.observation,
+        "action": contract.action,
+        "reward": Feature((), "float32"),
+        **flags,
+        "episode": Feature((), "int64"),
+        "step": Feature((), "int32"),
+        "version": Feature((), "int32"),
+    }
+
+
+def _seed(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A chunk at the driver; `ref` is its place in the object store, None without Ray."""
+
+    chunk: Chunk
+    ref: Any = None
+
+
+class Rollouts(Protocol):
+    """All rollout workers of a run, as the orchestrator sees them."""
+
+    def collect(self, num_steps: int, acting: str) -> list[Arrived]:
+        """Have every worker step each environment `num_steps` times; one chunk each, in the order of workers."""
+        ...
+
+    def pump(self, budget: int, acting: str) -> None:
+        """Ask free workers for chunks, as long as what was asked for and has not arrived is at most `budget` steps."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Arrived]:
+        """Chunks that have arrived, in that order; waits at most so long for the first."""
+        ...
+
+    def set_weights(self, params: Any, version: int) -> None:
+        """What workers act with from their next chunk on."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Counters: restarts, chunks on the way."""
+        ...
+
+    def close(self) -> None:
+        """End the workers."""
+        ...
+
+
+class LocalRollouts:
+    """Workers in this process, stepped one after the other, with one runner; for --local and for tests of logic."""
+
+    def __init__(
+        self, env: EnvSpec, spec: RolloutSpec, acting: Acting, *, seed: int, device: str, incarnations: Sequence[int]
+    ) -> None:
+        self._spec = spec
+        self._runner = acting.runner((spec.envs_per_worker,), device)
+        self._workers = [
+            RolloutWorker(
+                env,
+                acting,
+                worker=worker,
+                num_envs=spec.envs_per_worker,
+                seed=seed,
+                incarnation=incarnations[worker],
+                runner=self._runner,
+            )
+            for worker in range(spec.workers)
+        ]
+        self._asked: deque[str] = deque()
+
+    def collect(self, num_steps: int, acting: str) -> list[Arrived]:
+        """See Rollouts."""
+        return [Arrived(worker.collect(num_steps, acting)) for worker in self._workers]
+
+    def pump(self, budget: int, acting: str) -> None:
+        """See Rollouts; nothing happens before `poll` asks."""
+        steps = self._spec.chunk_steps * self._spec.envs_per_worker * self._spec.workers
+        if not self._asked and budget >= steps:
+            self._asked.append(acting)
+
+    def poll(self, timeout_s: float) -> list[Arrived]:
+        """See Rollouts; the collecting itself happens here."""
+        return self.collect(self._spec.chunk_steps, self._asked.popleft()) if self._asked else []
+
+    def set_weights(self, params: Any, version: int) -> None:
+        """See Rollouts."""
+        for worker in self._workers:
+            worker.set_weights(params, version)
+
+    def metrics(self) -> dict[str, float]:
+        """See Rollouts."""
+        return {"restarts": 0.0}
+
+    def close(self) -> None:
+        """See Rollouts."""
+        for worker in self._workers:
+            worker.close()
+
+
+@dataclass
+class _Slot:
+    """One worker as the driver knows it."""
+
+    worker: int
+    incarnation: int
+    actor: Any = None
+    pending: deque[Any] = field(default_factory=deque)
+    heard: float = 0.0
+    arrived: int = 0
+    failures: int = 0
+    version: int = -1
+
+
+class RayRollouts:
+    """Workers as Ray actors.
+
+    Consumes the orchestrator's requests; produces chunks, which the driver owns. A worker that dies or answers nothing
+    for `timeout_s` is killed and replaced, and loses the chunks it had under way, which nobody has acknowledged. When
+    the driver dies, its actors do.
+    """
+
+    def __init__(
+        self,
+        env: EnvSpec,
+        spec: RolloutSpec,
+        acting: Acting,
+        *,
+        seed: int,
+        incarnations: Sequence[int],
+        make_inference: Callable[[], Any] | None = None,
+    ) -> None:
+        """Start the workers; `make_inference`: starts the central actor, None acts in the workers."""
+        import ray
+
+        self._spec, self._make_inference = spec, make_inference
+        self._inference = None if make_inference is None else make_inference()
+        self._make = (env, acting, spec, seed)
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+        }
+        self._class = ray.remote(num_cpus=spec.cpus_per_worker, max_restarts=0, runtime_env={"env_vars": environment})(
+            _RayWorker
+        )
+        self._slots = [_Slot(worker, incarnations[worker]) for worker in range(spec.workers)]
+        self._weights: Any = None
+        self._version = -1
+        self.restarts, self.inference_restarts = 0, 0
+        for slot in self._slots:
+            self._start(slot)
+
+    def collect(self, num_steps: int, acting: str) -> list[Arrived]:
+        """See Rollouts. A worker that is lost meanwhile is replaced and asked again."""
+        for slot in self._slots:
+            self._ask(slot, num_steps, acting)
+        out: list[Arrived] = []
+        for slot in self._slots:
+            while (arrived := self._take(slot, 1.0)) is None:
+                if not slot.pending:
+                    self._ask(slot, num_steps, acting)
+            out.append(arrived)
+        return out
+
+    def pump(self, budget: int, acting: str) -> None:
+        """See Rollouts."""
+        size = self._spec.chunk_steps * self._spec.envs_per_worker
+        under_way = sum(len(slot.pending) for slot in self._slots) * size
+        for slot in sorted(self._slots, key=lambda slot: len(slot.pending)):
+            while len(slot.pending) < self._spec.max_inflight and under_way + size <= max(budget, size):
+                self._ask(slot, self._spec.chunk_steps, acting)
+                under_way += size
+
+    def poll(self, timeout_s: float) -> list[Arrived]:
+        """See Rollouts."""
+        import ray
+
+        first = {slot.pending[0]: slot for slot in self._slots if slot.pending}
+        if not first:
+            return []
+        ray.wait(list(first), num_returns=1, timeout=timeout_s, fetch_local=False)
+        out = []
+        for slot in first.values():
+            while slot.pending and (arrived := self._take(slot, 0.0)) is not None:
+                out.append(arrived)
+        return out
+
+    def set_weights(self, params: Any, version: int) -> None:
+        """See Rollouts; one copy lies in the object store for all workers."""
+        import ray
+
+        if version == self._version:
+            return
+        self._version = version
+        self._weights = ray.put(params)
+        if self._inference is not None:
+            self._inference.set_weights.remote(self._weights, version)
+
+    def metrics(self) -> dict[str, float]:
+        """See Rollouts."""
+        return {
+            "restarts": float(self.restarts),
+            "inference_restarts": float(self.inference_restarts),
+            "inflight": float(sum(len(slot.pending) for slot in self._slots)),
+        }
+
+    @property
+    def inference(self) -> Any:
+        """Handle of the central actor, None when workers act for themselves."""
+        return self._inference
+
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of the workers, for tests and tools that look after them."""
+        return [slot.actor for slot in self._slots]
+
+    def close(self) -> None:
+        """See Rollouts."""
+        import ray
+
+        for slot in self._slots:
+            ray.kill(slot.actor)
+        if self._inference is not None:
+            ray.kill(self._inference)
+
+    def _start(self, slot: _Slot) -> None:
+        env, acting, spec, seed = self._make
+        slot.actor = self._class.remote(
+            env, acting, slot.worker, spec.envs_per_worker, seed, slot.incarnation, self._inference
+        )
+        slot.pending.clear()
+        slot.arrived, slot.version, slot.heard = 0, -1, time.monotonic()
+
+    def _ask(self, slot: _Slot, num_steps: int, acting: str) -> None:
+        if not slot.pending:
+            slot.heard = time.monotonic()
+        newer = acting == "policy" and self._inference is None and slot.version != self._version
+        slot.pending.append(
+            slot.actor.collect.remote(num_steps, acting, self._weights if newer else None, self._version)
+        )
+        if newer:
+            slot.version = self._version
+
+    def _take(self, slot: _Slot, timeout_s: float) -> Arrived | None:
+        """The worker's next chunk; None when there is none yet, or when the worker was lost and replaced."""
+        import ray
+        import ray.exceptions
+
+        ref = slot.pending[0]
+        try:
+            chunk = ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            limit = self._spec.timeout_s if slot.arrived else max(START_TIMEOUT_S, self._spec.timeout_s)
+            if time.monotonic() - slot.heard > limit:
+                self._replace(slot, f"answered nothing for {limit:g} s")
+            return None
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from error
+            self._replace(slot, f"raised {type(error.cause).__name__}: {error.cause}")
+            return None
+        except ray.exceptions.RayError as error:
+            self._replace(slot, type(error).__name__)
+            return None
+        slot.pending.popleft()
+        slot.heard, slot.failures = time.monotonic(), 0
+        slot.arrived += 1
+        return Arrived(chunk, ref)
+
+    def _replace(self, slot: _Slot, why: str) -> None:
+        import ray
+
+        if self._inference is not None and self._replace_inference():
+            return
+        self.restarts += 1
+        slot.failures += 1
+        if self.restarts > self._spec.max_restarts or slot.failures > MAX_FAILED_STARTS:
+            raise UserError(
+                f"rollout worker {slot.worker} {why}; it was replaced {slot.failures} times in a row without a chunk, "
+                f"and {self.restarts} workers were replaced in all (rollout.max_restarts is "
+                f"{self._spec.max_restarts}). Its log lies in Ray's session folder (/tmp/ray/session_latest/logs)"
+            )
+        ray.kill(slot.actor)
+        slot.incarnation += 1
+        self._start(slot)
+
+    def _replace_inference(self) -> bool:
+        """Whether the central actor was gone: then it is replaced, and so are all workers, which wait for answers."""
+        import ray
+        import ray.exceptions
+
+        try:
+            ray.get(self._inference.metrics.remote(), timeout=PROBE_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            assert self._make_inference is not None
+            self.inference_restarts += 1
+            if self.inference_restarts > self._spec.max_restarts:
+                raise UserError(
+                    f"the central actor was replaced {self._spec.max_restarts} times (rollout.max_restarts); its "
+                    "log lies in Ray's session folder (/tmp/ray/session_latest/logs)"
+                ) from None
+            ray.kill(self._inference)
+            self._inference = self._make_inference()
+            if self._weights is not None:
+                self._inference.set_weights.remote(self._weights, self._version)
+            for slot in self._slots:
+                ray.kill(slot.actor)
+                slot.incarnation += 1
+                self._start(slot)
+            return True
+        return False
+
+
+class _RayWorker:
+    """A RolloutWorker as an actor: its weights come by reference, its runner may be the central one."""
+
+    def __init__(
+        self, env: EnvSpec, acting: Acting, worker: int, num_envs: int, seed: int, incarnation: int, inference: Any
+    ) -> None:
+        runner = None if inference is None else CentralRunner(inference, acting.contract)
+        self._worker = RolloutWorker(
+            env, acting, worker=worker, num_envs=num_envs, seed=seed, incarnation=incarnation, runner=runner
+        )
+
+    def collect(self, num_steps: int, acting: str, weights: Any, version: int) -> Chunk:
+        """See RolloutWorker."""
+        return self._worker.collect(num_steps, acting, weights, version)
