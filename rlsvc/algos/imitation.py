@@ -20,12 +20,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from rlsvc.algos.api import update_key
+from rlsvc.algos.api import START, Phase, update_key
 from rlsvc.algos.optim import ema_decay, ema_update, make_optimizer, make_schedule
 from rlsvc.core.errors import unknown_name
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Batch, Windows, batches_from_host
-from rlsvc.policies.api import Params, Policy
+from rlsvc.policies.api import Params, SupervisedPolicy
 from rlsvc.spec.imitation import ImitationSpec
 
 
@@ -55,7 +55,7 @@ class Imitation:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: SupervisedPolicy,
         normalizer: Normalizer,
         spec: ImitationSpec,
         *,
@@ -77,9 +77,16 @@ class Imitation:
         return ImitationState(jnp.zeros((), jnp.int32), params, ema, self.optimizer.init(params))
 
     def update(
-        self, hook: str, state: ImitationState, data: Windows, key: Key[Array, ""], num_updates: int
+        self,
+        hook: str,
+        state: ImitationState,
+        data: Windows,
+        key: Key[Array, ""],
+        num_updates: int,
+        phase: Phase = START,
     ) -> tuple[ImitationState, dict[str, Array]]:
         """K updates in one compiled call; donates `state`; see `rlsvc.algos.api.Algorithm`."""
+        del phase
         if hook not in self.hooks:
             raise unknown_name("hook of imitation", hook, self.hooks)
         if not data.on_host:

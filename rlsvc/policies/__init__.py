@@ -9,13 +9,15 @@ import jax.numpy as jnp
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import unknown_name
-from rlsvc.policies.api import ActOptions, Policy
+from rlsvc.policies.api import ActOptions, Policy, SupervisedPolicy
 from rlsvc.policies.diffusion import DiffusionPolicy
+from rlsvc.policies.tdmpc2 import TDMPC2Policy
 from rlsvc.spec.diffusion import DiffusionSpec
+from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 
-__all__ = ["POLICIES", "ActOptions", "Policy", "make_policy"]
+__all__ = ["POLICIES", "ActOptions", "Policy", "SupervisedPolicy", "make_policy"]
 
-POLICIES = {"diffusion": (DiffusionSpec, DiffusionPolicy)}
+POLICIES = {"diffusion": (DiffusionSpec, DiffusionPolicy), "tdmpc2": (TDMPC2PolicySpec, TDMPC2Policy)}
 PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 

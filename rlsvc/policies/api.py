@@ -29,24 +29,22 @@ class ActOptions:
     Attributes:
         sample_steps: denoising steps; None takes the policy's own.
         guidance_scale: classifier-free guidance; None takes the policy's own.
+        explore: act to learn, with the noise that the policy explores with, rather than as well as it can.
     """
 
     sample_steps: int | None = None
     guidance_scale: float | None = None
+    explore: bool = False
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """A policy that learns by a loss of its own and acts in chunks."""
+    """A policy that acts in chunks."""
 
     contract: Contract
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Fresh float32 weights."""
-        ...
-
-    def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
-        """Mean loss over the unpadded actions of a normalised batch."""
         ...
 
     def initial_carry(self, batch_size: int) -> Carry:
@@ -57,4 +55,13 @@ class Policy(Protocol):
         self, params: Params, observation: dict[str, Array], carry: Carry, keys: Key[Array, " b"], options: ActOptions
     ) -> tuple[Float[Array, "b h a"], Carry, dict[str, Array]]:
         """Normalised actions for normalised observations [B, T, ...]; one key a row, so that rows do not mix."""
+        ...
+
+
+@runtime_checkable
+class SupervisedPolicy(Policy, Protocol):
+    """A policy that learns by a loss of its own."""
+
+    def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
+        """Mean loss over the unpadded actions of a normalised batch."""
         ...
