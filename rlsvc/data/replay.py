@@ -198,8 +198,7 @@ class Replay:
 
     def _allocate(self, columns: dict[str, tuple[tuple[int, ...], np.dtype]], folder: Path | None) -> dict[str, Any]:
         if self.placement == "device":
-            with jax.default_device(self._device):
-                return {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in columns.items()}
+            return {name: jnp.zeros(shape, dtype, device=self._device) for name, (shape, dtype) in columns.items()}
         if self.placement == "host":
             return {name: np.zeros(shape, dtype) for name, (shape, dtype) in columns.items()}
         if folder is None:
