@@ -75,8 +75,7 @@ class Adapted(gymnasium.Env):
         self.render_mode = env.render_mode
         self.parts = _parts(env.observation_space, frames, native)
         self.action_feature = _action(env.action_space, native)
-        self.observation_space = spaces.Dict({part.name: _space(part.feature) for part in self.parts})
-        self.action_space = _space(self.action_feature)
+        self.observation_space, self.action_space = contract_spaces(self.contract())
 
     def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
         """What the environment gives and takes."""
@@ -122,6 +121,11 @@ class Adapted(gymnasium.Env):
     def close(self) -> None:
         """Free the simulator."""
         self.env.close()
+
+
+def contract_spaces(contract: Contract) -> tuple[spaces.Dict, spaces.Space]:
+    """Observation and action space of a contract."""
+    return spaces.Dict({name: _space(f) for name, f in contract.observation.items()}), _space(contract.action)
 
 
 def _parts(space: spaces.Space, frames: int, native: Contract | None) -> tuple[Part, ...]:

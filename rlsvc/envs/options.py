@@ -27,7 +27,7 @@ class ActionRepeat(gymnasium.Wrapper):
         for _ in range(self._repeat):
             observation, reward, terminated, truncated, info = self.env.step(action)
             total += float(reward)
-            succeeded = succeeded or bool(info.get("is_success", False))
+            succeeded = succeeded or bool(info.get("is_success", info.get("success", False)))
             if terminated or truncated:
                 break
         if succeeded:

@@ -34,9 +34,13 @@ def make_registered(spec: GymnasiumSpec) -> Adapted:
         UserError: it needs a package that is not installed, or refuses its arguments.
     """
     try:
-        creator = load_env_creator(gymnasium.spec(spec.id).entry_point)  # pyright: ignore[reportArgumentType]
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+        entry = gymnasium.spec(spec.id).entry_point
+    except gymnasium.error.Error as error:
         raise unknown_id("gymnasium environment", spec.id, gymnasium.registry) from error
+    try:
+        creator = load_env_creator(entry) if isinstance(entry, str) else entry
+    except ImportError as error:
+        raise UserError(f"environment {spec.id} needs a package that is not installed ({error})") from error
     kwargs = dict(spec.kwargs)
     if "rgb_array" in (getattr(creator, "metadata", None) or {}).get("render_modes", ()):
         kwargs.setdefault("render_mode", "rgb_array")

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import jax
 
+from rlsvc.core.cache import cache_dir
 from rlsvc.core.errors import UserError
-
-
-def cache_dir() -> Path:
-    """Folder of rlsvc's caches: RLSVC_CACHE, or ~/.cache/rlsvc."""
-    return Path(os.environ.get("RLSVC_CACHE") or Path.home() / ".cache" / "rlsvc")
 
 
 def setup_jax(device: str = "auto") -> str:
