@@ -201,19 +201,19 @@ class Journal:
 
     def close(self) -> None:
         """Sync, and let another process write."""
-        if self._file >= 0:
-            if not self._read_only:
-                self.sync()
-            os.close(self._file)
+        self._close_segment()
         if self._lock >= 0:
             os.close(self._lock)
-        self._file = self._lock = -1
+        self._lock = -1
 
-    def _begin_segment(self) -> None:
+    def _close_segment(self) -> None:
         if self._file >= 0:
             self.sync()
             os.close(self._file)
-            self._file = -1
+        self._file = -1
+
+    def _begin_segment(self) -> None:
+        self._close_segment()
         self._segment, self._end = self.folder / f"{len(self):012d}{SUFFIX}", 0
         self._file = os.open(self._segment, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         _sync_folder(self.folder)
@@ -241,8 +241,7 @@ class Journal:
     def _open(self, verify: bool) -> None:
         paths = sorted(self.folder.glob(f"*{SUFFIX}"))
         for path in paths:
-            if self._file >= 0:
-                os.close(self._file)
+            self._close_segment()
             if path.name != f"{len(self):012d}{SUFFIX}":
                 raise _damaged(path, 0, f"record {len(self)} should come next; a file before this one is missing")
             self._segment = path
@@ -256,7 +255,8 @@ class Journal:
             if not self._read_only:
                 logger.warning("journal %s: cut off an unfinished record, from byte %d to %d", path, self._end, size)
                 os.ftruncate(self._file, self._end)
-                self._unsynced = True
+        # Whoever wrote it may have been killed before it synced.
+        self._unsynced = self._file >= 0 and not self._read_only
 
     def _scan(self, size: int, verify: bool) -> int:
         """Take in the records of the segment that is open; gives the offset at which the whole ones end."""
