@@ -127,7 +127,7 @@ class _Run:
     def __init__(
         self, spec: RunSpec, folder: Path, tracker: RunTracker, on_metrics: OnMetrics | None, local: bool
     ) -> None:
-        self.spec, self.folder, self.tracker, self.on_metrics, self.local = spec, folder, tracker, on_metrics, local
+        self.spec, self.folder, self.tracker, self._tell, self.local = spec, folder, tracker, on_metrics, local
         self.evaluator = Evaluator(spec, local) if spec.env else None
         self.metrics: dict[str, float] = {}
         self.last_evaluation: Evaluation | None = None
@@ -161,8 +161,8 @@ class _Run:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics |= metrics
         self.tracker.log(step, metrics)
-        if self.on_metrics is not None:
-            self.on_metrics(step, metrics)
+        if self._tell is not None:
+            self._tell(step, metrics)
 
     def best_step(self) -> int | None:
         """Step of the best bundle that is still there, the later of equals; without evaluation the last one's."""
