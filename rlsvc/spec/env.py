@@ -139,9 +139,11 @@ class LiberoSpec(EnvBase):
 
     name: Literal["libero"] = "libero"
     suite: str = "libero_spatial"
-    """libero_spatial, libero_object, libero_goal, libero_10 or libero_90."""
+    """libero_spatial, libero_object, libero_goal, libero_10, libero_90, or a variation of LIBERO-PRO."""
     task: int = Field(default=0, ge=0)
     """Number of the task in its suite."""
+    settle_steps: int = Field(default=10, ge=0)
+    """Steps without motion at the start of an episode, in which objects come to rest."""
     image_size: int | None = Field(default=128, ge=8)
     """Width and height of the cameras, px."""
     max_steps: int | None = Field(default=300, ge=1)
