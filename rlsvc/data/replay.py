@@ -41,6 +41,8 @@ ALWAYS = {"reward": "float32", "terminated": "bool"}
 """Columns of one number a row that every replay keeps."""
 BOOKKEEPING = {"truncated": "bool", "is_first": "bool", "is_last": "bool", "episode": "int64", "step": "int32"}
 """Columns of one number a row that every chunk has; a replay keeps those that its schema names."""
+NARROW = {np.dtype("int64"): np.dtype("int32"), np.dtype("float64"): np.dtype("float32")}
+"""Dtypes that are kept in 32 bits, as JAX computes."""
 OPTIONAL = ("version",)
 """May be in a chunk without being in the schema."""
 
@@ -217,7 +219,7 @@ class Replay:
             raise DatasetError(f"{where}: offsets {chunk.offsets.tolist()} do not cut rows into the streams' shares")
         if len(set(chunk.streams.tolist())) < len(chunk.streams):
             raise DatasetError(f"{where}: a stream stands in it twice: {chunk.streams.tolist()}")
-        known = {**{name: _Column((), np.dtype(dtype)) for name, dtype in BOOKKEEPING.items()}, **self.schema}
+        known = {**{name: _column((), dtype) for name, dtype in BOOKKEEPING.items()}, **self.schema}
         for name in chunk.columns:
             if name not in known and name not in OPTIONAL:
                 guess = nearest(name, known)
@@ -256,19 +258,13 @@ class Replay:
                 self._state["mass"][change.begun_slot, change.begun] = self._state["top"]
             return
         rows = max(MIN_ROWS, 1 << (len(change.slot) - 1).bit_length())
-        stored = {name: value.astype(self.schema[name].stored, copy=False) for name, value in values.items()}
-        # Slot S does not exist: what is padded with it is dropped.
-        update = {
-            "columns": {name: _pad(value, rows) for name, value in stored.items()},
-            "slot": _pad(change.slot, rows, self._ring.streams),
-            "position": _pad(change.position, rows),
-            "begun_slot": _pad(change.begun_slot, rows, self._ring.streams),
-            "begun": _pad(change.begun, rows),
-            "entry": _pad(change.entry, rows),
-            "first": self._ring.first.copy(),
-            "count": self._ring.count.copy(),
-        }
-        self._state = _scatter(self._state, jax.device_put(update, self._device))
+        padded = {name: _pad(value, rows, self.schema[name].stored) for name, value in values.items()}
+        # Slot S does not exist: what is padded with it is dropped. Few arrays, since each is a transfer of its own.
+        where = np.full((5, rows), self._ring.streams, np.int32)
+        where[:2, : len(change.slot)] = change.slot, change.position
+        where[2:, : len(change.begun)] = change.begun_slot, change.begun, change.entry
+        queue = np.stack([self._ring.first, self._ring.count])
+        self._state = _scatter(self._state, padded, where, queue)
 
 
 @dataclass(frozen=True)
@@ -277,22 +273,24 @@ class _Column:
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    stored: np.dtype
 
-    @property
-    def stored(self) -> np.dtype:
-        return {"int64": np.dtype("int32"), "float64": np.dtype("float32")}.get(self.dtype.name, self.dtype)
+
+def _column(shape: tuple[int, ...], dtype: Any) -> _Column:
+    dtype = np.dtype(dtype)
+    return _Column(tuple(shape), dtype, NARROW.get(dtype, dtype))
 
 
 def _resolve_schema(schema: Mapping[str, FeatureLike], observation: Sequence[str]) -> dict[str, _Column]:
     for name in (*observation, "action"):
         if name not in schema:
             raise DatasetError(f"replay: '{name}' is not in the schema, which has: {', '.join(schema) or 'nothing'}")
-    columns = {name: _Column((), np.dtype(dtype)) for name, dtype in ALWAYS.items()}
+    columns = {name: _column((), dtype) for name, dtype in ALWAYS.items()}
     for name, feature in schema.items():
         dtype = np.dtype(feature.dtype)
         if dtype.kind not in "biuf":
             raise DatasetError(f"replay: column '{name}' is {dtype}; only numbers and booleans can be kept")
-        columns[name] = _Column(tuple(feature.shape), dtype)
+        columns[name] = _column(feature.shape, dtype)
     return columns
 
 
@@ -329,27 +327,25 @@ def _copy_to(arrays: Any, device: Any) -> Any:
     return jax.tree.map(lambda x: jnp.array(jax.device_put(x, device), copy=True), arrays)
 
 
-def _pad(array: np.ndarray, rows: int, fill: int = 0) -> np.ndarray:
-    dtype = np.dtype("int32") if array.dtype == np.int64 else array.dtype
-    padded = np.full((rows, *array.shape[1:]), fill, dtype)
+def _pad(array: np.ndarray, rows: int, dtype: np.dtype) -> np.ndarray:
+    # Always a copy: the device may take it over as it is, and the chunk's arrays are not ours.
+    padded = np.zeros((rows, *array.shape[1:]), dtype)
     padded[: len(array)] = array
     return padded
 
 
 @partial(jax.jit, donate_argnums=0)
-def _scatter(state: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
-    at, begun = (update["slot"], update["position"]), (update["begun_slot"], update["begun"])
-    columns = {
-        name: column.at[at].set(update["columns"][name], mode="drop") for name, column in state["columns"].items()
-    }
-    mass = state["mass"]
+def _scatter(state: dict[str, Any], columns: dict[str, Any], where: Any, queue: Any) -> dict[str, Any]:
+    """The state with P more rows; `where` is [5, P], the fields of a `Change`, and `queue` first and count, [2, S]."""
+    slot, position, begun_slot, begun, entry = where
+    new, old, mass = (slot, position), (begun_slot, begun), state["mass"]
     return {
-        "columns": columns,
-        "real": state["real"].at[at].set(False, mode="drop").at[begun].set(True, mode="drop"),
-        "starts": state["starts"].at[update["begun_slot"], update["entry"]].set(update["begun"], mode="drop"),
-        "first": update["first"],
-        "count": update["count"],
-        "mass": None if mass is None else mass.at[at].set(0.0, mode="drop").at[begun].set(state["top"], mode="drop"),
+        "columns": {name: ring.at[new].set(columns[name], mode="drop") for name, ring in state["columns"].items()},
+        "real": state["real"].at[new].set(False, mode="drop").at[old].set(True, mode="drop"),
+        "starts": state["starts"].at[begun_slot, entry].set(begun, mode="drop"),
+        "first": queue[0],
+        "count": queue[1],
+        "mass": None if mass is None else mass.at[new].set(0.0, mode="drop").at[old].set(state["top"], mode="drop"),
         "top": state["top"],
     }
 
