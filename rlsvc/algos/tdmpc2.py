@@ -36,6 +36,8 @@ from rlsvc.spec.tdmpc2 import TDMPC2Spec
 
 ENCODERS = ("encoder", "convs")
 """Parts of the world model that learn at the encoder's rate."""
+NAMES = ("observation", "action", "reward", "terminated", "mask", "weight", "index")
+BEHAVIOUR = ("behaviour_mean", "behaviour_log_std")
 Sequences = dict[str, Any]
 """observation: by name [T + 1, B, ...]; action [T, B, A]; reward, terminated, mask [T, B]; weight [B]."""
 
@@ -217,6 +219,7 @@ class TDMPC2:
         self.prior_optimizer = optax.chain(
             optax.clip_by_global_norm(spec.grad_clip), optax.adam(spec.learning_rate, eps=spec.prior_eps)
         )
+        self._names = NAMES + (BEHAVIOUR if spec.behaviour_coef else ())
         self._update = jax.jit(self._updates, static_argnames="num_updates", donate_argnames="state")
         self._update_from_batches = jax.jit(self._updates_from_batches, donate_argnames="state")
         self._validate = jax.jit(self._validation_loss)
@@ -251,10 +254,9 @@ class TDMPC2:
             raise unknown_name("hook of tdmpc2", hook, self.hooks)
         if not data.on_host:
             return self._update(state, data, key, num_updates=num_updates)
-        batches = data.sample_many(
-            update_key(key, state.step), num_updates, self.spec.batch_size, self.policy.spec.horizon
-        )
-        return self._update_from_batches(state, batches, key)
+        draw_key = update_key(key, state.step)
+        batches = data.sample_many(draw_key, num_updates, self.spec.batch_size, self.policy.spec.horizon)
+        return self._update_from_batches(state, {name: batches[name] for name in self._names}, key)
 
     def acting_params(self, state: TDMPC2State) -> Params:
         """World model and prior."""
@@ -317,12 +319,11 @@ class TDMPC2:
             name: x if name == TASK_INDEX else self.normalizer.normalize(name, x)
             for name, x in batch["observation"].items()
         }
-        out = {
-            **{name: x for name, x in batch.items() if name not in ("index", "weight")},
-            "observation": observation,
-            "action": self.normalizer.normalize("action", batch["action"]),
-        }
-        return {**jax.tree.map(lambda x: x.swapaxes(0, 1), out), "weight": batch["weight"]}
+        action = self.normalizer.normalize("action", batch["action"])
+        steps = {**{name: batch[name] for name in self._names}, "observation": observation, "action": action}
+        weight = steps.pop("weight")
+        del steps["index"]
+        return {**jax.tree.map(lambda x: x.swapaxes(0, 1), steps), "weight": weight}
 
     def _updates(
         self, state: TDMPC2State, data: SequenceSource, key: Key[Array, ""], num_updates: int
