@@ -21,6 +21,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rlsvc.core.errors import UserError
+from rlsvc.envs.runtime import find_uv
+from rlsvc.envs.vulkan import MEND as VULKAN_MEND
+from rlsvc.envs.vulkan import PROBE as RENDERER_PROBE
 from rlsvc.jobs import JobsClient, find_token
 
 Status = Literal["ok", "warning", "missing"]
@@ -60,7 +63,7 @@ def examine(root: str = "runs") -> list[Check]:
     """
     checks: list[Callable[[], list[Check]]] = [
         check_python, check_packages, check_processor, check_gpu, check_jax, check_vulkan, check_mujoco,
-        check_ray, lambda: [check_port(8000, "Serve")], lambda: check_disks(Path(root)),
+        check_uv, check_ray, lambda: [check_port(8000, "Serve")], lambda: check_disks(Path(root)),
     ]  # fmt: skip
     return [line for check in checks for line in check()]
 
@@ -208,14 +211,11 @@ print(f'{count.value} device(s)')
 
 def check_vulkan() -> list[Check]:
     """A Vulkan device, which ManiSkill needs even for state observations; a broken driver crashes the process."""
-    code, output = probe(VULKAN_PROBE)
+    # A driver that Vulkan takes may be too old for ManiSkill's renderer, so that is asked where it is installed.
+    code, output = probe(RENDERER_PROBE if _installed("sapien") else VULKAN_PROBE)
     if code == 0:
         return [Check("Vulkan", "ok", output)]
-    mend = (
-        "only ManiSkill needs it: apt install libvulkan1 and mesa-vulkan-drivers 25 or newer (Debian 12: from "
-        "bookworm-backports), and set VK_ICD_FILENAMES=/usr/share/vulkan/icd.d/lvp_icd.json; or NVIDIA's driver"
-    )
-    return [Check("Vulkan", "missing", output, mend)]
+    return [Check("Vulkan", "missing", output, f"only ManiSkill needs it: {VULKAN_MEND}")]
 
 
 def check_mujoco() -> list[Check]:
@@ -226,7 +226,7 @@ def check_mujoco() -> list[Check]:
                 "MuJoCo GL",
                 "missing",
                 "mujoco is not installed",
-                "only MuJoCo's environments need it: pip install 'mujoco<3.9'",
+                "only MuJoCo's environments need it: pip install 'rlsvc[sim]'",
             )
         ]
     backend = os.environ.get("MUJOCO_GL", "egl")
@@ -245,6 +245,14 @@ def check_mujoco() -> list[Check]:
             "apt install libegl1 libgl1-mesa-dri, and set MUJOCO_GL=egl",
         )
     ]
+
+
+def check_uv() -> list[Check]:
+    """uv, which builds the environments of simulators whose packages are of their own."""
+    try:
+        return [Check("uv", "ok", find_uv())]
+    except UserError:
+        return [Check("uv", "missing", "not found", "only env.runtime (LIBERO) needs it: pip install uv")]
 
 
 def check_ray() -> list[Check]:

@@ -2,8 +2,8 @@
 
 `observation.images.image` is the camera before the robot and `observation.images.image2` the one at its wrist, both
 turned by 180 degrees as in those datasets; `observation.state` is the gripper's position (m), orientation (axis-angle,
-rad) and fingers (m). An action is a change of the gripper's pose and the gripper's motion, [7] in [-1, 1], at 20 Hz. The
-reward is 1 in the step that solves the task, which terminates the episode, and 0 before it.
+rad) and fingers (m). An action is a change of the gripper's pose and the gripper's motion, [7] in [-1, 1], at 20 Hz.
+The reward is 1 in the step that solves the task, which terminates the episode, and 0 before it.
 """
 
 from __future__ import annotations

@@ -86,6 +86,8 @@ def _resized(env: gymnasium.Env, size: int) -> gymnasium.Env:
     images = [key for key, inner in space.spaces.items() if _is_image(inner)] if isinstance(space, spaces.Dict) else []
     if not images or not isinstance(space, spaces.Dict):
         raise UserError(f"env.image_size: the observations have no image: {space}")
+    if all((space[key].shape or ())[:2] == (size, size) for key in images):
+        return env
     import cv2
 
     def resize(observation: dict[str, Any]) -> dict[str, Any]:

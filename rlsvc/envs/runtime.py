@@ -59,7 +59,7 @@ def _folder(spec: RuntimeSpec) -> Path:
 
 
 def _build(spec: RuntimeSpec, folder: Path) -> None:
-    uv = _uv()
+    uv = find_uv()
     log.warning("building an environment for %s in %s (once)", ", ".join(spec.packages), folder)
     started = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
@@ -85,7 +85,12 @@ def _run(command: list[str], spec: RuntimeSpec, folder: Path) -> None:
         )
 
 
-def _uv() -> str:
+def find_uv() -> str:
+    """The program uv, beside this Python or on PATH.
+
+    Raises:
+        UserError: there is none.
+    """
     beside = Path(sys.executable).with_name("uv")
     found = str(beside) if beside.exists() else shutil.which("uv")
     if found is None:

@@ -20,7 +20,7 @@ from rlsvc.core.contract import TEXT, Contract
 from rlsvc.core.errors import ContractError, UserError
 from rlsvc.envs.adapter import Adapted
 from rlsvc.envs.make import make_here
-from rlsvc.spec.env import EnvBase
+from rlsvc.spec.env import EnvBase, ManiSkillSpec
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def make_vector(spec: EnvBase, num_envs: int) -> Any:
     Raises:
         UserError: as `make_env`.
     """
-    if getattr(spec, "backend", "") == "gpu":
+    if isinstance(spec, ManiSkillSpec) and spec.backend == "gpu":
         from rlsvc.envs.maniskill import BatchedManiSkill
 
         return BatchedManiSkill(spec, num_envs)
