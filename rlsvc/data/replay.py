@@ -43,6 +43,8 @@ BOOKKEEPING = {"truncated": "bool", "is_first": "bool", "is_last": "bool", "epis
 """Columns of one number a row that every chunk has; a replay keeps those that its schema names."""
 NARROW = {np.dtype("int64"): np.dtype("int32"), np.dtype("float64"): np.dtype("float32")}
 """Dtypes that are kept in 32 bits, as JAX computes."""
+RESERVED = ("observation", "mask", "weight", "index", "buffer")
+"""What a batch calls its own parts."""
 OPTIONAL = ("version",)
 """May be in a chunk without being in the schema."""
 
@@ -287,6 +289,8 @@ def _resolve_schema(schema: Mapping[str, FeatureLike], observation: Sequence[str
             raise DatasetError(f"replay: '{name}' is not in the schema, which has: {', '.join(schema) or 'nothing'}")
     columns = {name: _column((), dtype) for name, dtype in ALWAYS.items()}
     for name, feature in schema.items():
+        if name in RESERVED:
+            raise DatasetError(f"replay: a column cannot be called '{name}', which is a part of every batch")
         dtype = np.dtype(feature.dtype)
         if dtype.kind not in "biuf":
             raise DatasetError(f"replay: column '{name}' is {dtype}; only numbers and booleans can be kept")

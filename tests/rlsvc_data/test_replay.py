@@ -74,6 +74,12 @@ def test_rows_that_were_lost_in_between_make_no_transition_across_the_gap():
     assert transitions(replay) == [100, 101, 104, 105]
 
 
+def test_a_stream_whose_first_row_is_in_the_middle_of_an_episode_has_no_transition_before_it():
+    replay = make()
+    replay.add(make_chunk(0, {0: episode(0, 3)[1:]}))
+    assert transitions(replay) == [1, 2]
+
+
 def test_old_rows_make_room_and_take_their_transitions_with_them():
     replay = make(capacity=5)
     replay.add(make_chunk(0, {0: episode(1, 3)}))
@@ -184,6 +190,8 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name():
         make(schema={**SCHEMA, "task": Feature((), "str")})
     with pytest.raises(DatasetError, match="'action' is not in the schema"):
         make(schema={"observation.state": SCHEMA["observation.state"]})
+    with pytest.raises(DatasetError, match="cannot be called 'mask'"):
+        make(schema={**SCHEMA, "mask": Feature((), "bool")})
     with pytest.raises(SpecError, match="disk needs a folder"):
         make(placement="disk")
 
@@ -430,6 +438,9 @@ def test_of_two_priorities_for_one_transition_the_last_counts_and_one_that_is_no
     index = np.array([[a, b, c], [b, a, b]], np.int32)
     replay.update_priorities(index, np.array([[9.0, 8.0, np.nan], [7.0, 3.0, 2.0]], np.float32))
     np.testing.assert_allclose(np.asarray(replay.view().mass).reshape(-1)[[a, b, c]], [3.0, 2.0, 1.0], rtol=1e-6)
+    # Nor does what was replaced count as the largest so far.
+    replay.add(make_chunk(1, {0: episode(2, 1)}))
+    np.testing.assert_allclose(np.asarray(replay.view().mass).reshape(-1)[index_of(replay, [200])], [3.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
@@ -454,6 +465,14 @@ def test_a_million_unlike_priorities_are_told_apart():
     index = view.draw(jax.random.key(0), (30_000,))
     assert set(index.tolist()) <= {3, rows // 2, rows - 1}
     assert abs((index == rows - 1).mean() - 1 / 3.001) < 5 * np.sqrt(2 / 9 / 30_000)
+
+
+def test_rounding_never_draws_what_has_no_priority():
+    view = make(capacity=16, priority=PrioritySpec()).view()
+    mass = np.zeros((1, 16), np.float32)
+    mass[0, 5] = 1e-45  # the smallest number there is: half of it is rounded up to all of it
+    view = dataclasses.replace(view, mass=mass, real=mass > 0)
+    assert set(view.draw(jax.random.key(0), (200,)).tolist()) == {5}
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
