@@ -162,6 +162,8 @@ class Official:
         import yaml
 
         sys.path.insert(0, str(source / "tdmpc2"))
+        if not hasattr(sys.modules.get("common"), "__path__"):  # its package of that name, not our module
+            sys.modules.pop("common", None)
         from tdmpc2 import TDMPC2 as Agent  # pyright: ignore  # noqa: N811
 
         torch.set_float32_matmul_precision("high")
@@ -341,6 +343,7 @@ def main() -> None:
     parser.add_argument("--tdmpc2-jax", type=Path, help="likewise")
     parser.add_argument("--no-compiled", action="store_true", help="without torch.compile of the official program")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="observations of a plan, 1 first")
     parser.add_argument("--updates", type=int, default=100, help="of ours in one call")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of ours; bf16 is only printed")
     parser.add_argument("--tiny", action="store_true", help="small nets, to try the script; nothing is stored")
@@ -349,7 +352,7 @@ def main() -> None:
     gpu = setup_jax() == "gpu"
     sizes = TINY if args.tiny else Sizes()
     if args.variants:
-        variants(sizes, args.updates, args.rounds)
+        variants(sizes, args.updates, args.rounds, args.batches)
         return
     store = gpu and args.precision == "fp32" and not args.tiny
 
@@ -369,7 +372,7 @@ def main() -> None:
 
     updates = {"ours": ours.update_ms} | {name: peer.update_ms for name, peer in peers.items()}
     report("update", "tdmpc2_update", interleave(updates, args.rounds, 3), store)
-    for batch in (1, 16, 64):
+    for batch in args.batches:
         plans: dict[str, Callable[[], float]] = {"ours": partial(ours.plan_ms, batch)}
         for name, peer in peers.items():
             if isinstance(peer, TDMPC2Jax):
@@ -410,7 +413,7 @@ def report(what: str, figure: str, times: Times, store: bool) -> None:
             )
 
 
-def variants(sizes: Sizes, updates: int, rounds: int) -> None:
+def variants(sizes: Sizes, updates: int, rounds: int, batches: list[int]) -> None:
     """Ours in other settings, in turn."""
     settings: dict[str, dict[str, Any]] = {
         "fp32": {},
@@ -423,7 +426,7 @@ def variants(sizes: Sizes, updates: int, rounds: int) -> None:
     for name, side in sides.items():
         print(f"{name}: kernels {attempt(name, side.kernels)}", flush=True)
     report("update", "", interleave({name: side.update_ms for name, side in sides.items()}, rounds, 3), False)
-    for batch in (1, 16, 64):
+    for batch in batches:
         plans = {name: partial(side.plan_ms, batch) for name, side in sides.items()}
         report(f"plan, {batch} observations", "", interleave(plans, rounds, 20), False)
 

@@ -6,7 +6,8 @@ Letters: E nets, N rows, D features, H W height and width, C channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from rlsvc.nn.layers import dropout, mish
 
 
-def padded(width: int) -> int:
-    """The next multiple of 8, which matrix units want; what is added is zeros."""
-    return -(-width // 8) * 8
+def padded(width: int, multiple: int) -> int:
+    """The next multiple, which matrix units want; what is added is zeros."""
+    return -(-width // multiple) * multiple
 
 
 def simnorm(x: Float[Array, "*n d"], group: int) -> Float[Array, "*n d"]:
@@ -27,34 +28,82 @@ def simnorm(x: Float[Array, "*n d"], group: int) -> Float[Array, "*n d"]:
     return jax.nn.softmax(x.reshape(*x.shape[:-1], x.shape[-1] // group, group), axis=-1).reshape(x.shape)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def normed(
+    y: Float[Array, "e n o"], affine: Float[Array, "e 3 o"], gain: Float[Array, "e n o"] | None, group: int | None
+) -> Float[Array, "e n o"]:
+    """Bias, layer norm, and Mish or SimNorm: what follows a matrix product, float32.
+
+    Its gradient is written out so that on a GPU the whole is one kernel forwards and four backwards, as few as XLA makes
+    of it: everything but the input is computed again, and the three sums over rows are one.
+
+    Args:
+        y: the product.
+        affine: rows bias, scale and offset.
+        gain: what the biased product is multiplied with (dropout); None for 1.
+        group: of SimNorm; None for Mish.
+    """
+    normal, _ = _standardized(y, affine, gain)
+    return _activated(normal * affine[:, 1:2] + affine[:, 2:3], group)
+
+
+def _standardized(y: Array, affine: Array, gain: Array | None) -> tuple[Array, Array]:
+    """Zero mean and unit variance over the last axis, and the factor that made it so."""
+    x = y.astype(jnp.float32) + affine[:, :1]
+    x = x if gain is None else x * gain
+    x = x - x.mean(-1, keepdims=True)
+    factor = jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+    return x * factor, factor
+
+
+def _activated(u: Array, group: int | None) -> Array:
+    return simnorm(u, group) if group else mish(u)
+
+
+def _normed_forward(y: Array, affine: Array, gain: Array | None, group: int | None) -> tuple[Array, tuple[Any, ...]]:
+    return normed(y, affine, gain, group), (y, affine, gain)
+
+
+def _normed_backward(group: int | None, saved: tuple[Any, ...], g: Array) -> tuple[Array, Array, Array | None]:
+    y, affine, gain = saved
+    # A barrier, or XLA would keep parts of the forward pass instead, in kernels of their own.
+    normal, factor = _standardized(jax.lax.optimization_barrier(y), affine, gain)
+    u = normal * affine[:, 1:2] + affine[:, 2:3]
+    if group:
+        z = simnorm(u, group).reshape(*u.shape[:-1], u.shape[-1] // group, group)
+        g = g.astype(jnp.float32).reshape(z.shape)
+        gu = (z * (g - (z * g).sum(-1, keepdims=True))).reshape(u.shape)
+    else:
+        t = jnp.tanh(jax.nn.softplus(u))
+        gu = g * (t + u * jax.nn.sigmoid(u) * (1 - t * t))
+    gx = gu * affine[:, 1:2]
+    dy = factor * (gx - gx.mean(-1, keepdims=True) - normal * (gx * normal).mean(-1, keepdims=True))
+    dy = dy if gain is None else dy * gain
+    sums = jnp.concatenate([dy, gu * normal, gu], axis=-1).sum(1)
+    return dy.astype(y.dtype), sums.reshape(affine.shape), None if gain is None else jnp.zeros_like(gain)
+
+
+normed.defvjp(_normed_forward, _normed_backward)
+
+
 class Layer(NamedTuple):
     """One layer of E nets.
 
     Attributes:
         kernel: [d, E, o] in a first layer, [E, d, o] in the others.
-        bias: [E, 1, o].
-        scale: of the norm, [E, 1, o]; None in a layer without.
-        offset: likewise.
+        affine: [E, 3, o] bias, scale and offset; [E, 1, o] the bias alone in a layer without norm.
     """
 
     kernel: Array
-    bias: Array
-    scale: Array | None
-    offset: Array | None
+    affine: Array
 
-    def __call__(self, x: Float[Array, "*e n d"], dtype: DTypeLike) -> Float[Array, "e n o"]:
-        """Before the norm. `x`: [n, d], shared by the nets, goes into a first layer."""
-        product = "ni,ieo->eno" if x.ndim == 2 else "eni,eio->eno"
-        return jnp.einsum(product, x.astype(dtype), self.kernel.astype(dtype)) + self.bias.astype(dtype)
-
-    def norm(self, x: Float[Array, "e n o"]) -> Float[Array, "e n o"]:
-        """Layer norm over the last axis in one pass, float32."""
-        assert self.scale is not None
-        assert self.offset is not None
-        x = x.astype(jnp.float32)
-        mean, square = x.mean(-1, keepdims=True), (x * x).mean(-1, keepdims=True)
-        scale = jax.lax.rsqrt(jnp.maximum(square - mean * mean, 0.0) + 1e-5) * self.scale
-        return (x - mean) * scale + self.offset
+    def product(self, x: Float[Array, "*e n d"], dtype: DTypeLike) -> Float[Array, "e n o"]:
+        """The matrix product alone. `x`: [n, d], shared by the nets, goes into a first layer."""
+        x, kernel = x.astype(dtype), self.kernel.astype(dtype)
+        # Not einsum, which swaps the operands: then the norm's axis is not the contiguous one.
+        if x.ndim == 2:
+            return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ()))).swapaxes(0, 1)
+        return x @ kernel
 
 
 def hidden(
@@ -66,11 +115,11 @@ def hidden(
     """Layers with norm and Mish. `drop`: rate, which nets and key of a dropout in the first layer, before its norm."""
     x = jnp.pad(x, ((0, 0), (0, layers[0].kernel.shape[0] - x.shape[1])))
     for layer in layers:
-        y = layer(x, dtype)
+        y, gain = layer.product(x, dtype), None
         if drop is not None and x.ndim == 2:
             rate, which, key = drop
-            y = jnp.where(which[:, None, None], dropout(y, rate, key), y)
-        x = mish(layer.norm(y)).astype(dtype)
+            gain = jnp.where(which[:, None, None], dropout(jnp.ones(y.shape), rate, key), 1.0)
+        x = normed(y, layer.affine, gain, None).astype(dtype)
     return x
 
 
@@ -91,41 +140,31 @@ class Mlps(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         """`latent`: the last layer is normalised too, by SimNorm with `simnorm_dim`; `zero_last`: its kernel is 0."""
-        normed = [*widths, d_out] if latent else list(widths)
-        ins, outs = [padded(d_in), *widths], [*widths, d_out if latent else padded(d_out)]
-        kernels = []
+        ins, outs = [padded(d_in, 32), *widths], [*widths, d_out if latent else padded(d_out, 8)]
+        kernels, affines, last = [], [], len(widths)
         for i, (m, n) in enumerate(zip(ins, outs, strict=True)):
-            real = (d_in if i == 0 else m, d_out if i == len(widths) else n)
-            std = 0.0 if zero_last and i == len(widths) else 0.02
-            kernel = std * jax.random.normal(rngs.params(), (nets, *real))
+            real = (d_in if i == 0 else m, d_out if i == last else n)
+            kernel = (0.0 if zero_last and i == last else 0.02) * jax.random.normal(rngs.params(), (nets, *real))
             kernel = jnp.pad(kernel, ((0, 0), (0, m - real[0]), (0, n - real[1])))
             kernels.append(kernel if i else kernel.swapaxes(0, 1))
+            start = jnp.array([0.0, 1.0, 0.0] if latent or i < last else [0.0])
+            affines.append(jnp.broadcast_to(start[None, :, None], (nets, len(start), n)))
         self.kernels = nnx.List([nnx.Param(kernel) for kernel in kernels])
-        self.biases = nnx.List([nnx.Param(jnp.zeros((nets, 1, n))) for n in outs])
-        self.scales = nnx.List([nnx.Param(jnp.ones((nets, 1, n))) for n in normed])
-        self.offsets = nnx.List([nnx.Param(jnp.zeros((nets, 1, n))) for n in normed])
+        self.affines = nnx.List([nnx.Param(affine) for affine in affines])
         self.d_out, self.latent, self.simnorm_dim, self.dtype = d_out, latent, simnorm_dim, dtype
 
     def layers(self, which: slice | Int[Array, " e"] = slice(None)) -> list[Layer]:
         """Weights of all nets, or of these."""
-        normed = len(self.scales)
-        return [
-            Layer(
-                self.kernels[i][...][which] if i else self.kernels[i][...][:, which],
-                self.biases[i][...][which],
-                self.scales[i][...][which] if i < normed else None,
-                self.offsets[i][...][which] if i < normed else None,
-            )
-            for i in range(len(self.kernels))
-        ]
+        first, *others = (kernel[...] for kernel in self.kernels)
+        kernels = [first[:, which], *(kernel[which] for kernel in others)]
+        return [Layer(kernel, affine[...][which]) for kernel, affine in zip(kernels, self.affines, strict=True)]
 
     def output(self, layer: Layer, x: Float[Array, "e n d"]) -> Float[Array, "e n o"]:
         """The last layer, float32."""
-        y = layer(x, self.dtype)[..., : self.d_out].astype(jnp.float32)
-        if not self.latent:
-            return y
-        y = layer.norm(y)
-        return simnorm(y, self.simnorm_dim) if self.simnorm_dim else mish(y)
+        y = layer.product(x, self.dtype)
+        if self.latent:
+            return normed(y, layer.affine, None, self.simnorm_dim)
+        return (y.astype(jnp.float32) + layer.affine)[..., : self.d_out]
 
     def __call__(
         self,

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int, Key
 from rlsvc.core.contract import TEXT, Contract
 from rlsvc.core.errors import ContractError
 from rlsvc.nn.distributions import TwoHot, bounded_log_std
-from rlsvc.nn.mlps import ConvEncoder, Layer, Mlps, hidden, simnorm
+from rlsvc.nn.mlps import ConvEncoder, Layer, Mlps, hidden, normed, simnorm
 from rlsvc.nn.vision import augment_window
 from rlsvc.policies.api import ActOptions, Params
 from rlsvc.spec.diffusion import VisionSpec
@@ -167,8 +167,8 @@ class Prior(nnx.Module):
 
 def random_pair(key: Key[Array, ""], n: int) -> Int[Array, " 2"]:
     """Two different numbers below n, every pair as likely as any other."""
-    i, step = jax.random.randint(key, (2,), jnp.zeros(2, jnp.int32), jnp.asarray([n, n - 1]))
-    return jnp.stack([i, (i + 1 + step) % n])
+    i, step = jax.random.bits(key, (2,)) % jnp.array([n, n - 1], jnp.uint32)
+    return jnp.stack([i, (i + 1 + step) % n]).astype(jnp.int32)
 
 
 def ranks(x: Float[Array, " n"]) -> Int[Array, " n"]:
@@ -352,21 +352,27 @@ class TDMPC2Policy:
         self, model: WorldModel, prior: Prior, z: Float[Array, " l"], task: Task
     ) -> Callable[[Float[Array, "h n a"], Float[Array, "n a"], Int[Array, " 2"]], Float[Array, " n"]]:
         """The value of action sequences from z on, given the prior's noise and the pair of value functions."""
-        n = self.spec.samples
+        h, n, a = self.spec.horizon, self.spec.samples, self.action_dim
+        l, d = z.shape[0], task.embedding.shape[0]
         rows = repeated(task, n)
         *dynamics, to_latent = model.dynamics.layers()
         *reward, to_reward = model.heads.layers(slice(0, 1))
-        # Dynamics and reward see the same input: their hidden layers are one stack.
-        both = [
-            Layer(*(jnp.concatenate(pair, 0 if i or part else 1) for part, pair in enumerate(zip(d, r, strict=True))))  # pyright: ignore[reportArgumentType]
-            for i, (d, r) in enumerate(zip(dynamics, reward, strict=True))
-        ]
+        # Dynamics and reward see the same input, so their hidden layers are one stack; and their first layer is one
+        # product for z, which at the first step is the same in every sequence, and one for the actions of all steps.
+        first, second = (
+            Layer(jnp.concatenate([d.kernel, r.kernel], axis), jnp.concatenate([d.affine, r.affine]))
+            for axis, d, r in zip((1, 0), dynamics, reward, strict=True)
+        )
+        of_state, of_rest = (first._replace(kernel=first.kernel[part]) for part in (slice(0, l), slice(l, l + a + d)))
 
         def value(actions: Array, eps: Array, pair: Array) -> Array:
-            states, features = jnp.broadcast_to(z[None], (n, z.shape[0])), []
+            rest = jnp.concatenate([actions, jnp.broadcast_to(task.embedding[None, None], (h, n, d))], -1)
+            rest = of_rest.product(rest.reshape(h * n, a + d), self.dtype).reshape(2, h, n, of_rest.kernel.shape[-1])
+            states, features = z[None], []
             discount, alive, weights = jnp.ones(()), jnp.ones(n), []
-            for action in actions:
-                x = hidden(both, jnp.concatenate([states, action, rows.embedding], -1), self.dtype)
+            for t in range(h):
+                x = normed(rest[:, t] + of_state.product(states, self.dtype), first.affine, None, None)
+                x = hidden([second], x.astype(self.dtype), self.dtype)
                 features.append(x[1])
                 states = model.dynamics.output(to_latent, x[:1])[0]
                 weights.append(discount * alive)
@@ -374,7 +380,7 @@ class TDMPC2Policy:
                 if self.spec.episodic:
                     alive = alive * (model.termination(states, rows) <= 0)
             logits = model.heads.output(to_reward, jnp.concatenate(features)[None])[0]
-            rewards = model.two_hot.mean(logits).reshape(len(features), n)
+            rewards = model.two_hot.mean(logits).reshape(h, n)
             q = model.q(states, prior.sample(states, eps, rows), rows, pair).mean(0)
             return (jnp.stack(weights) * rewards).sum(0) + discount * alive * q
 

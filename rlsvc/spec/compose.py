@@ -211,6 +211,14 @@ def _explain(model: type[BaseModel], fault: Any, places: Mapping[tuple[str, ...]
     if fault["type"] == "value_error":
         return f"{where}{key + ': ' if key else ''}{fault['msg'].removeprefix('Value error, ')}"
     got = fault["input"]
+    if fault["type"] == "union_tag_invalid":
+        choices = [tag.strip(" '") for tag in fault["ctx"]["expected_tags"].split(",")]
+        tag = str(fault["ctx"]["tag"])
+        guess = nearest(tag, choices)
+        hint = f" Did you mean '{guess}'?" if guess else ""
+        return f"{where}'{key}.name': got '{tag}', expected one of {fault['ctx']['expected_tags']}.{hint}"
+    if fault["type"] == "union_tag_not_found":
+        return f"{where}'{key}.name' is missing"
     return f"{where}'{key}': got {got!r}, {fault['msg'][0].lower()}{fault['msg'][1:]}"
 
 

@@ -186,13 +186,9 @@ class Orchestrator:
         self._weights_version = -1
 
     def _unit(self) -> bool:
-        """Do the next thing; False when nothing is left."""
+        """Do the next thing, and what is due after it; False when nothing is left."""
         scheduler = self._scheduler
         work = scheduler.next(self._boundary())
-        waits = work is None or work.hook == COLLECT or scheduler.phase.type != "online"
-        if waits and scheduler.clock > self._seen:
-            self._pass_intervals(final=work is None)
-            self._seen = scheduler.clock
         if work is None:
             return False
         if work.hook == EVALUATE:
@@ -202,7 +198,11 @@ class Orchestrator:
             self._collect(work)
         else:
             self._update(work)
-        return True
+        follows = scheduler.next(self._boundary())
+        # Steps are done with once the updates that they are owed are made.
+        if follows is None or follows.hook == COLLECT or scheduler.phase.type != "online":
+            self._pass_intervals(final=follows is None)
+        return follows is not None
 
     def _boundary(self) -> int:
         """The next value of the clock at which something is due."""
@@ -218,6 +218,7 @@ class Orchestrator:
     def _pass_intervals(self, *, final: bool) -> None:
         """Log, validate, export (which is evaluated), checkpoint, in this order, where the clock passed an interval."""
         before, now = self._seen, self._scheduler.clock
+        self._seen = now
 
         def passed(interval: int | None) -> bool:
             return interval is not None and now // interval > before // interval
