@@ -6,12 +6,12 @@ Letters: E nets, N rows, D features, H W height and width, C channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -28,14 +28,14 @@ def simnorm(x: Float[Array, "*n d"], group: int) -> Float[Array, "*n d"]:
     return jax.nn.softmax(x.reshape(*x.shape[:-1], x.shape[-1] // group, group), axis=-1).reshape(x.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def normed(
+def _normed(
     y: Float[Array, "e n o"], affine: Float[Array, "e 3 o"], gain: Float[Array, "e n o"] | None, group: int | None
 ) -> Float[Array, "e n o"]:
     """Bias, layer norm, and Mish or SimNorm: what follows a matrix product, float32.
 
-    Its gradient is written out so that on a GPU the whole is one kernel forwards and four backwards, as few as XLA makes
-    of it: everything but the input is computed again, and the three sums over rows are one.
+    Written for few kernels on a GPU, one forwards and four backwards: the features are held to be contiguous, or XLA
+    may sum over them in passes of their own; backwards everything but the input is computed again; and the three sums
+    over rows are one.
 
     Args:
         y: the product.
@@ -43,7 +43,7 @@ def normed(
         gain: what the biased product is multiplied with (dropout); None for 1.
         group: of SimNorm; None for Mish.
     """
-    normal, _ = _standardized(y, affine, gain)
+    normal, _ = _standardized(with_layout_constraint(y, Layout((0, 1, 2))), affine, gain)
     return _activated(normal * affine[:, 1:2] + affine[:, 2:3], group)
 
 
@@ -61,7 +61,8 @@ def _activated(u: Array, group: int | None) -> Array:
 
 
 def _normed_forward(y: Array, affine: Array, gain: Array | None, group: int | None) -> tuple[Array, tuple[Any, ...]]:
-    return normed(y, affine, gain, group), (y, affine, gain)
+    y = with_layout_constraint(y, Layout((0, 1, 2)))
+    return _normed(y, affine, gain, group), (y, affine, gain)
 
 
 def _normed_backward(group: int | None, saved: tuple[Any, ...], g: Array) -> tuple[Array, Array, Array | None]:
@@ -83,6 +84,7 @@ def _normed_backward(group: int | None, saved: tuple[Any, ...], g: Array) -> tup
     return dy.astype(y.dtype), sums.reshape(affine.shape), None if gain is None else jnp.zeros_like(gain)
 
 
+normed = jax.custom_vjp(_normed, nondiff_argnums=(3,))
 normed.defvjp(_normed_forward, _normed_backward)
 
 
@@ -114,9 +116,9 @@ def hidden(
 ) -> Float[Array, "e n o"]:
     """Layers with norm and Mish. `drop`: rate, which nets and key of a dropout in the first layer, before its norm."""
     x = jnp.pad(x, ((0, 0), (0, layers[0].kernel.shape[0] - x.shape[1])))
-    for layer in layers:
+    for i, layer in enumerate(layers):
         y, gain = layer.product(x, dtype), None
-        if drop is not None and x.ndim == 2:
+        if drop is not None and i == 0:
             rate, which, key = drop
             gain = jnp.where(which[:, None, None], dropout(jnp.ones(y.shape), rate, key), 1.0)
         x = normed(y, layer.affine, gain, None).astype(dtype)

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int, Key
 from rlsvc.core.contract import TEXT, Contract
 from rlsvc.core.errors import ContractError
 from rlsvc.nn.distributions import TwoHot, bounded_log_std
-from rlsvc.nn.mlps import ConvEncoder, Layer, Mlps, hidden, normed, simnorm
+from rlsvc.nn.mlps import ConvEncoder, Layer, Mlps, normed, simnorm
 from rlsvc.nn.vision import augment_window
 from rlsvc.policies.api import ActOptions, Params
 from rlsvc.spec.diffusion import VisionSpec
@@ -313,7 +313,7 @@ class TDMPC2Policy:
             weight = jnp.where(ranks(values) < spec.elites, jnp.exp(spec.temperature * (values - values.max())), 0.0)
             weight = weight / weight.sum()
             mean = (weight[None, :, None] * actions).sum(1)
-            variance = (weight[None, :, None] * (actions - mean[:, None]) ** 2).sum(1)
+            variance = jnp.maximum((weight[None, :, None] * actions**2).sum(1) - mean**2, 0.0)
             std = jnp.clip(jnp.sqrt(variance), spec.min_std, spec.max_std) * mask
             return Plan(mean, std, weight, actions[0]), None
 
@@ -353,7 +353,7 @@ class TDMPC2Policy:
     ) -> Callable[[Float[Array, "h n a"], Float[Array, "n a"], Int[Array, " 2"]], Float[Array, " n"]]:
         """The value of action sequences from z on, given the prior's noise and the pair of value functions."""
         h, n, a = self.spec.horizon, self.spec.samples, self.action_dim
-        l, d = z.shape[0], task.embedding.shape[0]
+        width, d = z.shape[0], task.embedding.shape[0]
         rows = repeated(task, n)
         *dynamics, to_latent = model.dynamics.layers()
         *reward, to_reward = model.heads.layers(slice(0, 1))
@@ -363,22 +363,26 @@ class TDMPC2Policy:
             Layer(jnp.concatenate([d.kernel, r.kernel], axis), jnp.concatenate([d.affine, r.affine]))
             for axis, d, r in zip((1, 0), dynamics, reward, strict=True)
         )
-        of_state, of_rest = (first._replace(kernel=first.kernel[part]) for part in (slice(0, l), slice(l, l + a + d)))
+        of_state = first._replace(kernel=first.kernel[:width])
+        of_rest = first._replace(kernel=first.kernel[width : width + a + d])
+        start = of_state.product(z[None], self.dtype)
 
         def value(actions: Array, eps: Array, pair: Array) -> Array:
             rest = jnp.concatenate([actions, jnp.broadcast_to(task.embedding[None, None], (h, n, d))], -1)
             rest = of_rest.product(rest.reshape(h * n, a + d), self.dtype).reshape(2, h, n, of_rest.kernel.shape[-1])
-            states, features = z[None], []
+            of_z, features = start, []
             discount, alive, weights = jnp.ones(()), jnp.ones(n), []
             for t in range(h):
-                x = normed(rest[:, t] + of_state.product(states, self.dtype), first.affine, None, None)
-                x = hidden([second], x.astype(self.dtype), self.dtype)
+                x = normed(rest[:, t] + of_z, first.affine, None, None)
+                x = normed(second.product(x, self.dtype), second.affine, None, None)
                 features.append(x[1])
                 states = model.dynamics.output(to_latent, x[:1])[0]
                 weights.append(discount * alive)
                 discount = discount * task.discount
                 if self.spec.episodic:
                     alive = alive * (model.termination(states, rows) <= 0)
+                if t < h - 1:
+                    of_z = of_state.product(states, self.dtype)
             logits = model.heads.output(to_reward, jnp.concatenate(features)[None])[0]
             rewards = model.two_hot.mean(logits).reshape(h, n)
             q = model.q(states, prior.sample(states, eps, rows), rows, pair).mean(0)

@@ -204,7 +204,7 @@ def test_nothing_is_bootstrapped_from_a_terminated_step_and_all_from_a_truncated
     made = algorithm()
     batch, params, both = sequences(made, source()), weights(made), losses(made)
     target = jax.tree.map(jnp.copy, params["model"]["heads"])
-    target["biases"][2][...] = target["biases"][2][...] + 3 * jnp.arange(16.0).reshape(1, 1, 16)
+    target["affines"][2][...] = target["affines"][2][...] + 3 * jnp.arange(16.0).reshape(1, 1, 16)
 
     def value_loss(target, terminated):
         ends = {**batch, "terminated": jnp.full_like(batch["terminated"], terminated)}

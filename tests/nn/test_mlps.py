@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rlsvc.nn.mlps import ConvEncoder, Mlps, padded, simnorm
+from rlsvc.nn.mlps import ConvEncoder, Mlps, normed, simnorm
 
 
 def made(d_in=5, widths=(16, 8), d_out=3, nets=3, **options) -> Mlps:
@@ -13,7 +13,7 @@ def made(d_in=5, widths=(16, 8), d_out=3, nets=3, **options) -> Mlps:
     leaves, tree = jax.tree.flatten(nnx.state(net))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     moved = [
-        x * 10 + (0.3 * jax.random.normal(k, x.shape) if x.shape[1] == 1 else 0.0)
+        x + 0.3 * jax.random.normal(k, x.shape) if x.shape[1] in (1, 3) and x.shape[0] == nets else x * 10
         for k, x in zip(keys, leaves, strict=True)
     ]
     nnx.update(net, jax.tree.unflatten(tree, moved))
@@ -22,14 +22,14 @@ def made(d_in=5, widths=(16, 8), d_out=3, nets=3, **options) -> Mlps:
 
 def by_hand(net: Mlps, x: np.ndarray, e: int) -> np.ndarray:
     """One net of the stack, layer by layer, in float64."""
-    x = np.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]))).astype(np.float64)
+    x = np.pad(x, ((0, 0), (0, net.kernels[0].shape[0] - x.shape[1]))).astype(np.float64)
     last = len(net.kernels) - 1
     for i in range(last + 1):
-        kernel = np.asarray(net.kernels[i][...])
-        x = x @ (kernel[:, e] if i == 0 else kernel[e]) + np.asarray(net.biases[i][...])[e]
+        kernel, affine = np.asarray(net.kernels[i][...]), np.asarray(net.affines[i][...])[e]
+        x = x @ (kernel[:, e] if i == 0 else kernel[e]) + affine[0]
         if i < last or net.latent:
             x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
-            x = x * np.asarray(net.scales[i][...])[e] + np.asarray(net.offsets[i][...])[e]
+            x = x * affine[1] + affine[2]
         if i < last:
             x = x * np.tanh(np.log1p(np.exp(x)))
     if net.latent:
@@ -67,6 +67,24 @@ def test_dropout_reaches_the_chosen_nets_alone():
     dropped = np.asarray(net(x, drop=(0.5, jnp.array([False, True, True]), jax.random.key(0))))
     np.testing.assert_allclose(dropped[0], out[0], rtol=1e-6)
     assert (np.abs(dropped[1:] - out[1:]).max((1, 2)) > 0.1).all()
+
+
+@pytest.mark.parametrize("group", [None, 4])
+def test_the_written_out_gradient_is_that_of_the_plain_formula(group):
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)  # noqa: E731
+    y, affine, gain, weight = draw(0, 2, 5, 8), draw(1, 2, 3, 8), jnp.abs(draw(2, 2, 5, 8)), draw(3, 2, 5, 8)
+
+    def plain(y, affine):
+        x = (y + affine[:, :1]) * gain
+        x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        u = x * affine[:, 1:2] + affine[:, 2:3]
+        return simnorm(u, group) if group else u * jnp.tanh(jnp.log1p(jnp.exp(u)))
+
+    expected = jax.grad(lambda *a: (weight * plain(*a)).sum(), (0, 1))(y, affine)
+    got = jax.grad(lambda y, affine: (weight * normed(y, affine, gain, group)).sum(), (0, 1))(y, affine)
+    np.testing.assert_allclose(normed(y, affine, gain, group), plain(y, affine), rtol=1e-4, atol=1e-5)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_a_layer_that_starts_at_zero_gives_zero():

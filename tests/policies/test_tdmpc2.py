@@ -178,7 +178,7 @@ def test_a_sequence_that_terminates_earns_nothing_after_it():
 
     def with_end(logit):
         ending = params["model"]["ending"]
-        ending["biases"][2][...] = jnp.full((1, 1, 8), logit)
+        ending["affines"][2][...] = jnp.full((1, 1, 8), logit)
         return value_of(policy, params, z, actions, eps, jnp.array([0, 1]))
 
     ends, also_ends = with_end(50.0), value_of(policy, params, z, actions.at[1:].set(0.3), -eps, jnp.array([1, 2]))
