@@ -46,7 +46,9 @@ class EvaluationSpec(Spec):
     final_episodes: int | None = Field(default=None, ge=1)
     """Episodes of the evaluation at the end; null means `episodes`."""
     workers: int = Field(default=1, ge=1)
-    """Rollout actors, one CPU each; they share the episodes."""
+    """Rollout actors; they share the episodes."""
+    cpus_per_worker: float = Field(default=1.0, ge=0)
+    """That Ray holds for one of them."""
     parallel: int = Field(default=50, ge=1)
     """Episodes side by side over all workers, which is the policy's batch. The result does not depend on `workers`."""
     gpus: float | None = Field(default=None, ge=0)

@@ -68,11 +68,16 @@ def place_on_gpus(spec: RunSpec, cluster_gpus: float) -> RunSpec:
     learner, evaluation = spec.learner, spec.evaluation
     per_rank = learner.gpus_per_rank
     if per_rank is None:
-        apart = spec.env is None or cluster_gpus > learner.ranks
-        per_rank = (1.0 if apart else 0.75) if takes_gpu(spec.device, cluster_gpus) else 0.0
+        others = 0.25 * ((spec.env is not None) + (spec.online and spec.rollout.inference == "central"))
+        apart = cluster_gpus >= learner.ranks + others
+        per_rank = (1.0 if apart else 1.0 - others) if takes_gpu(spec.device, cluster_gpus) else 0.0
     acting = evaluation.gpus
     if acting is None:
         acting = 0.25 if per_rank and spec.env is not None else 0.0
+    central = spec.rollout.inference_gpus
+    if central is None:
+        central = 0.25 if per_rank and spec.online and spec.rollout.inference == "central" else 0.0
+    spec = spec.replace(rollout=spec.rollout.replace(inference_gpus=central))
     return spec.replace(learner=learner.replace(gpus_per_rank=per_rank), evaluation=evaluation.replace(gpus=acting))
 
 
@@ -85,23 +90,24 @@ def check_resources(spec: RunSpec) -> None:
     import ray
 
     total = ray.cluster_resources()
-    ranks, evaluation = spec.learner.ranks, spec.evaluation
-    per_rank, acting = spec.learner.gpus_per_rank or 0.0, evaluation.gpus or 0.0
-    workers = evaluation.workers if spec.env else 0
-    wanted = {
-        "CPU": (
-            ranks * spec.learner.cpus_per_rank + workers,
-            f"{ranks} ranks x {spec.learner.cpus_per_rank:g} + {workers} rollout workers",
-        ),
-        "GPU": (
-            ranks * per_rank + acting,
-            f"{ranks} ranks x {per_rank:g} + evaluation {acting:g}",
-        ),
-    }
-    for name, (amount, why) in wanted.items():
-        if amount > total.get(name, 0):
+    ranks, evaluation, rollout = spec.learner.ranks, spec.evaluation, spec.rollout
+    per_rank = spec.learner.gpus_per_rank or 0.0
+    asked = {"CPU": [(ranks * spec.learner.cpus_per_rank, f"{ranks} ranks x {spec.learner.cpus_per_rank:g}")]}
+    asked["GPU"] = [(ranks * per_rank, f"{ranks} ranks x {per_rank:g}")]
+    if spec.online:
+        share = rollout.cpus_per_worker
+        asked["CPU"].append((rollout.workers * share, f"{rollout.workers} rollout workers x {share:g}"))
+        if rollout.inference == "central":
+            asked["GPU"].append((rollout.inference_gpus or 0.0, f"central inference {rollout.inference_gpus or 0:g}"))
+    if spec.env:
+        share = evaluation.cpus_per_worker
+        asked["CPU"].append((evaluation.workers * share, f"{evaluation.workers} evaluation workers x {share:g}"))
+        asked["GPU"].append((evaluation.gpus or 0.0, f"evaluation {evaluation.gpus or 0:g}"))
+    for name, parts in asked.items():
+        amount = sum(part for part, _ in parts)
+        if amount > total.get(name, 0) + 1e-9:
             raise UserError(
-                f"the run asks for {amount:g} {name} ({why}), the cluster has {total.get(name, 0):g}; "
-                "lower learner.ranks, learner.cpus_per_rank, learner.gpus_per_rank or evaluation.workers, "
-                "or run with --local"
+                f"the run asks for {amount:g} {name} ({' + '.join(why for _, why in parts)}), the cluster has "
+                f"{total.get(name, 0):g}; lower learner.ranks, learner.cpus_per_rank, learner.gpus_per_rank, "
+                "rollout.workers, rollout.cpus_per_worker or evaluation.workers, or run with --local"
             )

@@ -238,7 +238,13 @@ class Evaluator:
     def _start(self, n_obs_steps: int) -> Workers:
         if self._workers is None:
             assert self.spec.env is not None
-            self._workers = make_workers(self.spec.env, n_obs_steps, self.spec.evaluation.workers, self.local)
+            self._workers = make_workers(
+                self.spec.env,
+                n_obs_steps,
+                self.spec.evaluation.workers,
+                self.local,
+                self.spec.evaluation.cpus_per_worker,
+            )
         return self._workers
 
     def close(self) -> None:

@@ -222,8 +222,8 @@ class RayWorkers:
             ray.kill(actor)
 
 
-def make_workers(spec: EnvSpec, n_obs_steps: int, count: int, local: bool) -> Workers:
-    """Ray actors; without Ray this process, or `count` processes."""
+def make_workers(spec: EnvSpec, n_obs_steps: int, count: int, local: bool, cpus: float = 1.0) -> Workers:
+    """Ray actors of so many CPUs; without Ray this process, or `count` processes."""
     if not local:
-        return RayWorkers(spec, n_obs_steps, count)
+        return RayWorkers(spec, n_obs_steps, count, cpus)
     return Processes(spec, n_obs_steps, count) if count > 1 else InProcess(spec, n_obs_steps)
