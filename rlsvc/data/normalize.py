@@ -243,10 +243,12 @@ class Normalizer:
     def from_contract(cls, contract: Contract) -> Normalizer:
         """For policies that learn from rollouts: vectors as they are, images to [-1, 1], actions from their bounds.
 
-        An action without bounds on every side stays as it is.
+        An action without bounds on every side stays as it is, and so does a discrete one.
         """
         base = cls.identity({**contract.observation, "action": contract.action})
         action = contract.action
+        if not action.dtype.startswith("float"):
+            return base
         if action.low is None or action.high is None or not np.isfinite([*action.low, *action.high]).all():
             return base
         low, high = (

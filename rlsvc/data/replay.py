@@ -243,7 +243,8 @@ class Replay:
                     f"step {chunk.columns['step'][row]}). The simulator or the policy gave it; nothing was stored."
                 )
             if (
-                column.stored != column.dtype
+                name in self.schema
+                and column.stored != column.dtype
                 and array.dtype.kind == "i"
                 and not np.array_equal(array, array.astype(column.stored))
             ):

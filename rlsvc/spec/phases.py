@@ -59,8 +59,18 @@ class PhaseSpec(Spec):
             return self.duration_cycles * per_cycle
         if self.type == "online" and self.duration_updates is not None:
             per_update = sum(self.hooks[hook] for hook in self.update_hooks)
-            return -(-self.duration_updates * per_cycle // per_update) + self.min_fill
+            return -(-self.duration_updates * per_cycle // per_update) + max(self.min_fill - 1, 0)
         return self.duration_steps or self.duration_updates or 0
+
+    @property
+    def num_updates(self) -> int:
+        """Gradient updates of the phase, all hooks together, if its replay is empty when it begins."""
+        per_cycle = sum(self.hooks[hook] for hook in self.update_hooks)
+        if self.duration_updates is not None or not per_cycle:
+            return self.duration_updates or 0
+        if self.type == "offline":
+            return self.length
+        return max(self.length - max(self.min_fill - 1, 0), 0) * per_cycle // self.hooks[COLLECT]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
 
@@ -43,3 +43,12 @@ class RolloutSpec(Spec):
     """A worker that answers nothing for this long is killed and replaced."""
     max_restarts: int = Field(default=100, ge=0)
     """Replacements of workers, all together, before the run fails."""
+
+    @model_validator(mode="after")
+    def _fresh_enough(self) -> Self:
+        if self.max_staleness is not None and self.max_staleness < self.weights_interval - 1:
+            raise ValueError(
+                f"max_staleness: {self.max_staleness} updates, but with weights_interval = {self.weights_interval} the "
+                f"newest weights are up to {self.weights_interval - 1} updates old, so chunks would be dropped for ever"
+            )
+        return self

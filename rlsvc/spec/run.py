@@ -134,8 +134,9 @@ class RunSpec(Spec):
         names = [phase.name for phase in self.phases]
         if double := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"phases: two are called '{double}'; every phase needs a name of its own")
+        collects = False
         for phase in self.curriculum:
-            where = f"phase '{phase.name}'"
+            where, collects = f"phase '{phase.name}'", collects or phase.type == "online"
             for hook in phase.hooks:
                 if hook not in (COLLECT, EVALUATE, *entry.hooks):
                     choices = [COLLECT, EVALUATE, *entry.hooks]
@@ -150,8 +151,14 @@ class RunSpec(Spec):
                 continue
             if "demonstrations" in phase.mixture and self.data is None:
                 raise ValueError(f"{where}: buffer demonstrations needs `data`")
-            if "replay" in phase.mixture and not self.online:
-                raise ValueError(f"{where}: buffer replay stays empty, since no phase is online")
+            if "replay" in phase.mixture and not collects:
+                when = "is still empty, since no phase before it" if self.online else "stays empty, since no phase"
+                raise ValueError(f"{where}: buffer replay {when} is online")
+            if "replay" in phase.mixture and phase.min_fill > self.replay.capacity:
+                raise ValueError(
+                    f"{where}: min_fill asks for {phase.min_fill} transitions, but replay.capacity is "
+                    f"{self.replay.capacity} rows"
+                )
             if entry.sequence_length is None and phase.mixture != {"demonstrations": 1.0}:
                 raise ValueError(f"{where}: {self.algo.name} learns from demonstrations, got buffer {phase.buffer}")
         if self.online and entry.sequence_length is not None:

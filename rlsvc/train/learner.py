@@ -72,7 +72,7 @@ class Learner:
         else:
             self.data = SequenceData(spec, contract, self._put, run_dir, entry.sequence_length(spec.policy))
         policy = make_policy(spec.policy.model_dump(mode="json"), self.data.contract, spec.precision)
-        updates = spec.total_steps or sum(phase.duration_updates or phase.length for phase in spec.phases)
+        updates = sum(phase.num_updates for phase in spec.curriculum)
         self.algorithm: Algorithm = load_algorithm(spec.algo.name)(
             policy, self.data.normalizer, spec.algo, total_steps=updates, batch_sharding=rows
         )

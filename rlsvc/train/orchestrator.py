@@ -261,7 +261,9 @@ class Orchestrator:
     def _collect(self, work: Work) -> None:
         assert self.rollouts is not None
         acting = self._scheduler.phase.acting
-        if acting == "policy" and self._weights_version < 0:
+        # Updates of an offline phase before this one have handed out no weights.
+        behind = self._scheduler.updates - self._weights_version
+        if acting == "policy" and (self._weights_version < 0 or behind >= self.spec.rollout.weights_interval):
             self._give_weights(self._send(Order("weights", self._scheduler.clock, with_weights=True)))
         if self.spec.rollout.mode == "sync":
             streams = self.spec.rollout.workers * self.spec.rollout.envs_per_worker
@@ -286,7 +288,8 @@ class Orchestrator:
             if bound is not None and staleness > bound:
                 self._collected.stale_dropped += 1
                 continue
-            if self.journal.append(chunk) < len(self.journal):
+            known = len(self.journal)
+            if self.journal.append(chunk) <= known:
                 continue  # a chunk that was sent again
             self._collected.add(chunk)
             self._scheduler.advance(COLLECT, chunk.num_steps)

@@ -36,7 +36,9 @@ class PhaseScheduler:
     Attributes:
         env_steps: environment steps of the whole run.
         updates: gradient updates of the whole run.
-        fill: transitions in the replay, as last told.
+        fill: steps in the replay.
+        surplus: steps that a run which was cut off had collected beyond the phase that its checkpoint is in; they count
+            in the online phases after it.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class PhaseScheduler:
         self.counts: dict[str, int] = {hook: int(n) for hook, n in dict(state.get("counts", {})).items()}
         self.unowed = int(state.get("unowed", 0))
         self.env_steps, self.updates = int(state.get("env_steps", 0)), int(state.get("updates", 0))
-        self.fill = int(state.get("fill", 0))
+        self.fill, self.surplus = int(state.get("fill", 0)), int(state.get("surplus", 0))
 
     def to_json(self) -> dict[str, Any]:
         """The whole state as plain values."""
@@ -60,6 +62,7 @@ class PhaseScheduler:
             "env_steps": self.env_steps,
             "updates": self.updates,
             "fill": self.fill,
+            "surplus": self.surplus,
         }
 
     @property
@@ -106,25 +109,42 @@ class PhaseScheduler:
             if work is not None:
                 return work
             self.index, self.counts, self.unowed = self.index + 1, {}, 0
+            self._count_surplus()
         return None
 
-    def advance(self, hook: str, count: int, fill: int | None = None) -> None:
-        """Tell that `count` of `hook` was done; `fill`: transitions in the replay now."""
-        self.counts[hook] = self._count(hook) + count
+    def advance(self, hook: str, count: int) -> None:
+        """Tell that `count` of `hook` was done."""
         if hook == COLLECT:
-            self.env_steps += count
-            self.fill = self.fill + count if fill is None else fill
-            if self.fill < self.phase.min_fill:
-                self.unowed += count
-        elif hook != EVALUATE:
+            self.env_steps, self.fill = self.env_steps + count, self.fill + count
+            self._count_steps(count)
+            return
+        self.counts[hook] = self._count(hook) + count
+        if hook != EVALUATE:
             self.updates += count
 
     def absorb(self, steps: int) -> None:
-        """Steps that the journal holds beyond the checkpoint: they count as collected, in whatever phase this is."""
-        if not self.finished and self.phase.type == "online":
-            self.advance(COLLECT, steps)
-        else:
-            self.env_steps, self.fill = self.env_steps + steps, self.fill + steps
+        """Steps that the journal holds beyond the checkpoint: collected in this phase, if it is online and has room.
+
+        What it has no room for was collected in the online phases after it, and counts there.
+        """
+        self.env_steps, self.fill = self.env_steps + steps, self.fill + steps
+        self.surplus += steps
+        self._count_surplus()
+
+    def _count_steps(self, count: int) -> None:
+        """Steps that are in `fill` already are collected in this phase; those before its min_fill are owed nothing."""
+        self.counts[COLLECT] = self._count(COLLECT) + count
+        self.unowed += min(count, max(0, self.phase.min_fill - 1 - (self.fill - count)))
+
+    def _count_surplus(self) -> None:
+        if self.finished or self.phase.type != "online" or not self.surplus:
+            return
+        is_last = all(phase.type != "online" for phase in self.phases[self.index + 1 :])
+        room = self.surplus if is_last else max(0, self.phase.length - self._count(COLLECT))
+        count = min(self.surplus, room)
+        self.surplus -= count
+        if count:
+            self._count_steps(count)
 
     def _count(self, hook: str) -> int:
         return self.counts.get(hook, 0)

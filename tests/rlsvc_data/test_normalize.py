@@ -216,3 +216,11 @@ def test_the_identity_normaliser_covers_its_features():
     normalizer = Normalizer.identity({"observation.state": FEATURES["observation.state"], "action": FEATURES["action"]})
     normalizer.check_contract(contract())
     assert np.array_equal(normalizer.normalize("action", A["action"]), A["action"])
+
+
+def test_from_a_contract_bounded_actions_become_minus_1_to_1_and_discrete_ones_stay():
+    bounded = Contract({}, Feature((2,), "float32", low=(0.0, -4.0), high=(2.0, 4.0)), 10.0)
+    action = np.array([[0.5, 4.0]], np.float32)
+    np.testing.assert_allclose(Normalizer.from_contract(bounded).normalize("action", action), [[-0.5, 1.0]])
+    discrete = Contract({}, Feature((), "int64", low=(0.0,), high=(1.0,)), 10.0)
+    assert Normalizer.from_contract(discrete).modes["action"] == "identity"
