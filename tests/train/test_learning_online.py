@@ -11,6 +11,8 @@ from rlsvc.train.run import train
 @pytest.mark.slow
 def test_tdmpc2_learns_to_swing_a_pendulum_up(tmp_path):
     """Random actions score about -1200, a good controller about -150, on 100 decisions of two simulator steps."""
-    spec = compose(["experiment=tdmpc2_pendulum", f"root={tmp_path}", "tracking.trackers=[]", "evaluation.videos=false"])
+    spec = compose(
+        ["experiment=tdmpc2_pendulum", f"root={tmp_path}", "tracking.trackers=[]", "evaluation.videos=false"]
+    )
     result = train(spec, local=True)
     assert result.metrics["eval/return"] > -400
