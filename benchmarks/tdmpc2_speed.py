@@ -70,7 +70,7 @@ TINY = Sizes(16, 16, 16, 16, 32, 4, 8)
 class Ours:
     """This project's update and plan."""
 
-    def __init__(self, sizes: Sizes, updates: int, precision: str = "fp32", unroll: int | bool | None = None) -> None:
+    def __init__(self, sizes: Sizes, updates: int, precision: str = "fp32", unroll: int | None = None) -> None:
         spec = TDMPC2PolicySpec(
             latent_dim=sizes.latent,
             hidden_dim=sizes.hidden,
@@ -81,8 +81,7 @@ class Ours:
         )
         policy = make_policy(spec.model_dump(mode="json"), CONTRACT, precision)
         assert isinstance(policy, TDMPC2Policy)
-        if unroll is not None:
-            policy.unroll = unroll
+        policy.unroll = unroll
         normalizer = Normalizer.identity({**FEATURES, "action": ACTION})
         self.policy, self.updates, self.key = policy, updates, jax.random.key(1)
         self.algorithm = TDMPC2(policy, normalizer, TDMPC2Spec(batch_size=sizes.batch), total_steps=1)
@@ -417,9 +416,9 @@ def variants(sizes: Sizes, updates: int, rounds: int, batches: list[int]) -> Non
     """Ours in other settings, in turn."""
     settings: dict[str, dict[str, Any]] = {
         "fp32": {},
-        "fp32, unrolled": {"unroll": True},
+        "fp32, a loop": {"unroll": 1},
         "bf16": {"precision": "bf16"},
-        "bf16, unrolled": {"precision": "bf16", "unroll": True},
+        "bf16, a loop": {"precision": "bf16", "unroll": 1},
     }
     sides = {name: attempt(name, partial(Ours, sizes, updates, **fields)) for name, fields in settings.items()}
     sides = {name: side for name, side in sides.items() if side is not None}

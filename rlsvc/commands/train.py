@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rlsvc.core.errors import UserError, unknown_name
+from rlsvc.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlsvc.spec.run import RunSpec
@@ -79,7 +79,7 @@ def run_with_progress(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("starting", total=spec.total_steps)
+        task = progress.add_task("starting", total=spec.length)
 
         def show(step: int, metrics: dict[str, float]) -> None:
             progress.update(task, completed=step)
@@ -114,10 +114,14 @@ def evaluate(
     bundle: Annotated[
         str, typer.Argument(help="Folder of a policy bundle, models:/name@alias, or the baseline: random.")
     ],
-    env: Annotated[str, typer.Option(help="Environment.")] = "pusht",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Keys of the environment, such as task=walker-walk action_repeat=2."),
+    ] = None,
+    env: Annotated[str, typer.Option(help="Environment: pusht, gymnasium, dm_control, ...")] = "pusht",
     observation: Annotated[
-        str, typer.Option(help="What the environment shows: keypoints, pixels or state.")
-    ] = "keypoints",
+        str | None, typer.Option(help="What the environment shows, such as keypoints, state or pixels.")
+    ] = None,
     episodes: Annotated[int, typer.Option(help="Episodes, one seed each.")] = 50,
     first_seed: Annotated[int, typer.Option(help="Episode i uses first_seed + i.")] = 100_000,
     workers: Annotated[int, typer.Option(help="Rollout workers; the result does not depend on it.")] = 1,
@@ -135,12 +139,18 @@ def evaluate(
     root: Annotated[str, typer.Option(help="Where runs and the model registry live.")] = "runs",
 ) -> None:
     """Evaluate a policy on episodes, with 95 % confidence intervals."""
-    from rlsvc.envs.make import ENVIRONMENTS
-    from rlsvc.spec.compose import validate
+    from omegaconf import OmegaConf
 
-    if env not in ENVIRONMENTS:
-        raise unknown_name("environment", env, ENVIRONMENTS)
-    env_spec = validate(ENVIRONMENTS[env], {"name": env, "observation": observation})
+    from rlsvc.spec.compose import validate
+    from rlsvc.spec.env import spec_class
+
+    if wrong := next((word for word in words or [] if "=" not in word), None):
+        raise UserError(f"got '{wrong}', expected key=value of the environment, such as task=walker-walk")
+    given = OmegaConf.to_container(OmegaConf.from_dotlist(words or []))
+    assert isinstance(given, dict)
+    given = {str(key): value for key, value in given.items()}
+    shows = {} if observation is None else {"observation": observation}
+    env_spec: Any = validate(spec_class(env), {"name": env, **shows, **given})
 
     from rlsvc.train.standalone import evaluate_bundle, write_scores
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -192,14 +192,19 @@ def repeated(task: Task, n: int) -> Task:
     return Task(*(jnp.broadcast_to(x[None], (n, *x.shape)) for x in task))
 
 
+def _key(part: Any) -> Any:
+    return getattr(part, "key", None)
+
+
 class TDMPC2Policy:
     """The policy: static. Its weights are {"model", "prior"}.
 
     Attributes:
-        unroll: iterations of the planner that are compiled into one; True for all of them.
+        unroll: iterations of the planner that are compiled into one; None is all of them on a GPU, where it saves
+            kernels, and 1 elsewhere, where it only takes longer to compile.
     """
 
-    unroll: int | bool = 1
+    unroll: int | None = None
 
     def __init__(self, spec: TDMPC2PolicySpec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the nets can be built for this contract.
@@ -273,7 +278,11 @@ class TDMPC2Policy:
         Extras: `behaviour_mean` and `behaviour_log_std` [B, A] of the Gaussian that an exploring action is drawn from
         (before tanh when the prior acts).
         """
-        model, prior = self.model(params["model"]), self.prior(params["prior"])
+        # Once, rather than in every iteration; what is added up or normalised stays float32.
+        cast = jax.tree_util.tree_map_with_path(
+            lambda path, x: x.astype(self.dtype) if "kernels" in map(_key, path) else x, params
+        )
+        model, prior = self.model(cast["model"]), self.prior(cast["prior"])
         now = {name: x[:, -1] for name, x in observation.items()}
         task = model.task(now[TASK_INDEX].astype(jnp.int32) if TASK_INDEX in now else None, keys.shape[0])
         z = model.encode(now, task)
@@ -324,7 +333,8 @@ class TDMPC2Policy:
             jax.random.normal(value_key, (self.iterations, n, a)),
             jax.vmap(lambda k: random_pair(k, spec.widths.num_q))(jax.random.split(pair_key, self.iterations)),
         )
-        plan, _ = jax.lax.scan(iterate, plan, draws, unroll=self.unroll)
+        unroll = self.unroll or (self.iterations if jax.default_backend() == "gpu" else 1)
+        plan, _ = jax.lax.scan(iterate, plan, draws, unroll=unroll)
         std = plan.std[0]
         elite = plan.first[jax.random.categorical(choice_key, jnp.log(plan.weight))]
         if explore:

@@ -183,6 +183,11 @@ def plugin(name: str) -> Any:
     return loaded
 
 
+def spec_class(name: str) -> type[EnvBase]:
+    """The specification class of an environment's name, built-in or third-party. Raises as `plugin`."""
+    return SPECS[name] if name in SPECS else plugin(name).spec
+
+
 def _by_name(value: Any, built_in: ValidatorFunctionWrapHandler) -> EnvBase:
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if not isinstance(name, str) or name in SPECS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import Field, model_validator
 
@@ -20,10 +20,13 @@ from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
 
 PolicySpec = Annotated[DiffusionSpec | TDMPC2PolicySpec, Field(discriminator="name")]
-AlgoSpec = Annotated[
-    Union[tuple(entry.spec for entry in ALGORITHMS.values())],  # noqa: UP007 - made from the table
-    Field(discriminator="name"),
-]
+if TYPE_CHECKING:
+    AlgoSpec = Any
+else:
+    AlgoSpec = Annotated[
+        Union[tuple(entry.spec for entry in ALGORITHMS.values())],  # noqa: UP007 - made from the table
+        Field(discriminator="name"),
+    ]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 

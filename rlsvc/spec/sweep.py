@@ -244,10 +244,7 @@ def check_space(spec: SweepSpec, base: RunSpec) -> None:
         raise SpecError(
             f"metric '{spec.metric}': the run has no env, so it is never evaluated. Set env in run, or another metric"
         )
-    if (
-        isinstance(spec.scheduler, AshaSpec)
-        and (limit := spec.scheduler.max_t or base.total_steps) < spec.scheduler.grace
-    ):
+    if isinstance(spec.scheduler, AshaSpec) and (limit := spec.scheduler.max_t or base.length) < spec.scheduler.grace:
         raise SpecError(f"scheduler.grace: got {spec.scheduler.grace}, at most max_t = {limit} updates")
 
 

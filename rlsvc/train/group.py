@@ -160,7 +160,7 @@ def rank_main(config: dict[str, Any]) -> None:
         order = Order(**found)
         index += 1
         try:
-            result = {} if order.kind == "stop" else learner.execute(order)
+            result: dict[str, Any] = {} if order.kind == "stop" else learner.execute(order)
         except UserError as error:
             result = {"user_error": str(error)}
         if order.kind == "checkpoint" and "checkpoint" in result:

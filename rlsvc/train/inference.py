@@ -258,7 +258,6 @@ def make_central(acting: Any, rows: int, wait_s: float, gpus: float) -> Any:
 
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
     sizes = tuple(sorted({rows, max(1, rows // 2), max(1, rows // 4)}))
-    actor = ray.remote(num_cpus=0, num_gpus=gpus, max_concurrency=256, runtime_env={"env_vars": environment})(
-        CentralInference
-    )
+    options: Any = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": 256, "runtime_env": {"env_vars": environment}}
+    actor = ray.remote(**options)(CentralInference)
     return actor.remote(acting, sizes, wait_s, "gpu" if gpus else "cpu")

@@ -290,7 +290,7 @@ class SequenceData:
         if len(spec.data.datasets) > 1:
             raise UserError(f"data.datasets: {spec.algo.name} learns from one dataset, got {len(spec.data.datasets)}")
         extra = [name for name in (spec.data.reward, spec.data.terminated) if name is not None]
-        return load_table(spec.data.datasets[0], (*spec.data.observation, spec.data.action, *extra))
+        return load_table(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action, *extra))
 
 
 def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:

@@ -187,6 +187,7 @@ class RolloutWorker:
                 columns[key][:] = 0
         for t in range(num_steps):
             observation = self._observation
+            assert observation is not None
             for key in self._contract.observation:
                 columns[key][t] = observation[key]
             if uniform is not None:
@@ -484,7 +485,7 @@ class RayRollouts:
         import ray
 
         self._spec, self._make_inference = spec, make_inference
-        self._inference = None if make_inference is None else make_inference()
+        self._inference: Any = None if make_inference is None else make_inference()
         self._make = (env, acting, spec, seed)
         environment = {
             "JAX_PLATFORMS": "cpu",
@@ -599,7 +600,7 @@ class RayRollouts:
 
         ref = slot.pending[0]
         try:
-            chunk = ray.get(ref, timeout=timeout_s)
+            chunk: Any = ray.get(ref, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
             limit = self._spec.timeout_s if slot.arrived else max(START_TIMEOUT_S, self._spec.timeout_s)
             if time.monotonic() - slot.heard > limit:

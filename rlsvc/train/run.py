@@ -23,7 +23,7 @@ from rlsvc.spec.compose import compose, to_yaml
 from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
 from rlsvc.store.registry import register
-from rlsvc.store.tracking import RunTracker, make_tracker
+from rlsvc.store.tracking import RunTracker, Status, make_tracker
 from rlsvc.train.cluster import check_resources, cluster_gpus, ensure_ray, place_on_gpus
 from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate, write_video
 from rlsvc.train.group import LocalGroup, RayGroup
@@ -96,7 +96,7 @@ def train(
         spec = place_on_gpus(spec, cluster_gpus())
         check_resources(spec)
     stop = stop or threading.Event()
-    status = "failed"
+    status: Status = "failed"
     with contextlib.ExitStack() as stack:
         tracker = make_tracker(spec, folder, resume=spec.resume)
         stack.callback(lambda: tracker.close(status))

@@ -163,7 +163,7 @@ def _tuner(folder: Path, spec: SweepSpec, base: RunSpec, train: Train, on_trial:
 def _scheduler(spec: SweepSpec, base: RunSpec) -> TrialScheduler:
     if isinstance(spec.scheduler, AshaSpec):
         # One more than the run's last step: ASHA ends a trial at max_t, before it could write its last bundle.
-        limit = spec.scheduler.max_t or base.total_steps + 1
+        limit = spec.scheduler.max_t or base.length + 1
         return ASHAScheduler(
             "step", max_t=limit, grace_period=spec.scheduler.grace, reduction_factor=spec.scheduler.reduction
         )
