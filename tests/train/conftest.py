@@ -1,7 +1,8 @@
-"""A run that takes seconds."""
+"""A run that takes seconds; ledger_env is importable, in whatever way pytest imports test modules."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from rlsvc.spec.compose import compose
 from rlsvc.spec.run import RunSpec
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 MakeSpec = Callable[..., RunSpec]
 
