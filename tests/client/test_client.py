@@ -229,7 +229,7 @@ from serving_fakes import FakeRunner, serving
 from rlsvc.core.contract import Contract, Feature
 contract = Contract({"observation.image": Feature((1000, 2000, 3), "uint8")}, Feature((2,), "float32"), 10.0, 1, 4)
 class Zeros(FakeRunner):
-    def act(self, observation, seeds, steps):
+    def act(self, observation, seeds, steps, carry=None):
         import numpy as np
         from rlsvc.core.types import ActionChunk
         return ActionChunk(np.zeros((len(seeds), 4, 2), np.float32), "zeros")

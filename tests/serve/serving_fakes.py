@@ -60,7 +60,7 @@ class FakeRunner:
     def warm_up(self) -> None:
         pass
 
-    def act(self, observation, seeds, steps):
+    def act(self, observation, seeds, steps, carry=None):
         self.open.wait(10)
         time.sleep(self.seconds)
         states = observation["observation.state"]

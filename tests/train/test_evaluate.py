@@ -124,7 +124,7 @@ def test_the_policy_sees_windows_padded_at_the_start_and_the_control_step_of_its
         contract = baseline().contract
         version = ""
 
-        def act(self, observation, seeds, steps):
+        def act(self, observation, seeds, steps, carry=None):
             calls.append((observation["observation.state"], seeds.tolist(), steps.tolist()))
             return ActionChunk(np.full((len(seeds), 5, 2), 256, np.float32))
 
