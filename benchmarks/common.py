@@ -19,6 +19,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+QUIET = 1.0
+"""Load of others above which a figure of processor speed is printed and not stored."""
 
 
 def hardware(gpu: bool = False) -> str:
@@ -43,6 +45,11 @@ def hardware(gpu: bool = False) -> str:
         ]
         model = models[0] if models else model
     return f"{len(os.sched_getaffinity(0))} CPU cores ({model})"
+
+
+def load_of_others() -> float:
+    """Processes that wanted a core in the last minute, on average; ask before the measuring begins."""
+    return os.getloadavg()[0]
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
