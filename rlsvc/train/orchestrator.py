@@ -314,7 +314,9 @@ class Orchestrator:
         cursor = 0 if self.journal is None else len(self.journal)
         meta = {"scheduler": self._scheduler.to_json(), "cursor": cursor} if order.kind == "checkpoint" else {}
         chunks = tuple(one.chunk if one.ref is None else one.ref for one in self._unsent)
+        begin = time.monotonic()
         result = self.group.execute(replace(order, number=self._number, chunks=chunks, cursor=cursor, meta=meta))
+        self._collected.busy += time.monotonic() - begin
         self._number += 1
         self._unsent, self._unsent_bytes = [], 0
         if order.kind in ("validate", "export", "checkpoint"):
@@ -349,6 +351,7 @@ class _Collected:
     stale_dropped: int = 0
     staleness: list[int] = field(default_factory=list)
     ended: dict[str, list[float]] = field(default_factory=dict)
+    busy: float = 0.0
     since: float = field(default_factory=time.monotonic)
 
     def add(self, chunk: Chunk) -> None:
@@ -358,8 +361,10 @@ class _Collected:
             self.ended.setdefault(name, []).extend(float(value) for value in values)
 
     def metrics(self) -> dict[str, float]:
+        elapsed = max(time.monotonic() - self.since, 1e-9)
         out = {
-            "collect/steps_per_s": self.steps / max(time.monotonic() - self.since, 1e-9),
+            "collect/steps_per_s": self.steps / elapsed,
+            "rollout/learner_idle": max(0.0, 1 - self.busy / elapsed),
             "collect/episodes_lost": float(self.lost),
             "rollout/stale_dropped": float(self.stale_dropped),
         }
