@@ -6,7 +6,8 @@ Both are `rlsvc train` on Ray: a small TD-MPC2 that plans, two rollout workers, 
 and the same schedule. Each step of the environment (a pendulum) sleeps for a lognormal time; in the synchronous mode
 the learner waits for the slower worker, and workers wait for the learner; in the asynchronous mode they overlap, and
 collecting may be `max_ahead` steps ahead of the updates that are owed. Rates are those of the last phase, from its
-first log on, so that neither start-up nor compilation counts. Asynchrony gains most, a factor of two, where collecting takes
+first log on, so that neither start-up nor compilation counts. Asynchrony gains most, a factor of two, where
+collecting takes
 as long as learning; the shares in which the learner was idle say how near that was.
 """
 

@@ -199,8 +199,9 @@ class Orchestrator:
         else:
             self._update(work)
         follows = scheduler.next(self._boundary())
-        # Steps are done with once the updates that they are owed are made.
-        if follows is None or follows.hook == COLLECT or scheduler.phase.type != "online":
+        # Steps are done with once the updates that they are owed are made; workers that run ahead always owe some.
+        ahead = self.spec.rollout.mode == "async"
+        if follows is None or follows.hook == COLLECT or scheduler.phase.type != "online" or ahead:
             self._pass_intervals(final=follows is None)
         return follows is not None
 
@@ -242,7 +243,7 @@ class Orchestrator:
         scheduler, phase = self._scheduler, self._scheduler.phase
         online = self.rollouts is not None and phase.type == "online"
         if online and self.spec.rollout.mode == "async":
-            self._take(self._poll(0.0))
+            self._take(self._poll(0.0, needed=False))
         due = scheduler.updates + work.count - self._weights_version >= self.spec.rollout.weights_interval
         order = Order(
             "update",
@@ -270,11 +271,13 @@ class Orchestrator:
             steps = max(1, min(self.spec.rollout.chunk_steps, work.count // streams))
             self._take(self.rollouts.collect(steps, acting))
         else:
-            self._take(self._poll(POLL_S))
+            self._take(self._poll(POLL_S, needed=True))
 
-    def _poll(self, timeout_s: float) -> list[Arrived]:
+    def _poll(self, timeout_s: float, *, needed: bool) -> list[Arrived]:
+        """What has arrived, while workers go on; they are asked for no more than the phase has room for."""
         assert self.rollouts is not None
-        self.rollouts.pump(self.spec.rollout.max_ahead - self._scheduler.ahead, self._scheduler.phase.acting)
+        budget = min(self.spec.rollout.max_ahead - self._scheduler.ahead, self._scheduler.room)
+        self.rollouts.pump(budget, self._scheduler.phase.acting, needed)
         return self.rollouts.poll(timeout_s)
 
     def _take(self, arrived: Sequence[Arrived]) -> None:

@@ -9,6 +9,7 @@ while it is offline, evaluations while it is eval_only, one after the other.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,15 @@ class PhaseScheduler:
             return 0
         used = min(self._count(hook) * phase.hooks[COLLECT] // phase.hooks[hook] for hook in phase.update_hooks)
         return self._count(COLLECT) - self.unowed - used
+
+    @property
+    def room(self) -> int:
+        """Environment steps that the phase has yet to collect; any number where its updates say when it ends."""
+        if self.phase.type != "online":
+            return 0
+        if self.phase.duration_updates is not None:
+            return sys.maxsize
+        return max(0, self.phase.length - self._count(COLLECT))
 
     def next(self, boundary: int | None = None) -> Work | None:
         """What to do next, None when the run is over.

@@ -377,8 +377,11 @@ class Rollouts(Protocol):
         """Have every worker step each environment `num_steps` times; one chunk each, in the order of workers."""
         ...
 
-    def pump(self, budget: int, acting: str) -> None:
-        """Ask free workers for chunks, as long as what was asked for and has not arrived is at most `budget` steps."""
+    def pump(self, budget: int, acting: str, needed: bool = False) -> None:
+        """Ask free workers for chunks, as long as what was asked for and has not arrived is at most `budget` steps.
+
+        With `needed`, one chunk is on the way in any case.
+        """
         ...
 
     def poll(self, timeout_s: float) -> list[Arrived]:
@@ -424,10 +427,10 @@ class LocalRollouts:
         """See Rollouts."""
         return [Arrived(worker.collect(num_steps, acting)) for worker in self._workers]
 
-    def pump(self, budget: int, acting: str) -> None:
+    def pump(self, budget: int, acting: str, needed: bool = False) -> None:
         """See Rollouts; nothing happens before `poll` asks."""
         steps = self._spec.chunk_steps * self._spec.envs_per_worker * self._spec.workers
-        if not self._asked and budget >= steps:
+        if not self._asked and (budget >= steps or needed):
             self._asked.append(acting)
 
     def poll(self, timeout_s: float) -> list[Arrived]:
@@ -514,12 +517,14 @@ class RayRollouts:
             out.append(arrived)
         return out
 
-    def pump(self, budget: int, acting: str) -> None:
+    def pump(self, budget: int, acting: str, needed: bool = False) -> None:
         """See Rollouts."""
         size = self._spec.chunk_steps * self._spec.envs_per_worker
         under_way = sum(len(slot.pending) for slot in self._slots) * size
         for slot in sorted(self._slots, key=lambda slot: len(slot.pending)):
-            while len(slot.pending) < self._spec.max_inflight and under_way + size <= max(budget, size):
+            while len(slot.pending) < self._spec.max_inflight and (
+                under_way + size <= budget or (needed and not under_way)
+            ):
                 self._ask(slot, self._spec.chunk_steps, acting)
                 under_way += size
 
