@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rlsvc.algos.api import START, Phase, SequenceSource, update_key
-from rlsvc.core.errors import unknown_name
+from rlsvc.core.errors import DatasetError, unknown_name
 from rlsvc.data.normalize import Normalizer
 from rlsvc.nn.distributions import gaussian_log_prob, symlog, tanh_log_det
 from rlsvc.policies.api import Params
@@ -317,7 +317,16 @@ class TDMPC2:
         return jax.tree_util.tree_map_with_path(move, params, updates)
 
     def _prepare(self, batch: dict[str, Any]) -> Sequences:
-        """Normalised, time first."""
+        """Normalised, time first.
+
+        Raises:
+            DatasetError: the batch lacks something; names it.
+        """
+        if missing := sorted(set(self._names) - set(batch)):
+            why = ", which algo.behaviour_coef > 0 needs: the policy that collects hands it out" * (
+                missing[0] in BEHAVIOUR
+            )
+            raise DatasetError(f"batch: no '{missing[0]}'{why}; it has: {', '.join(batch)}")
         observation = {
             name: x if name == TASK_INDEX else self.normalizer.normalize(name, x)
             for name, x in batch["observation"].items()

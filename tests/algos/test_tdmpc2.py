@@ -10,7 +10,7 @@ from flax import nnx
 from rlsvc.algos.api import Phase
 from rlsvc.algos.tdmpc2 import TDMPC2, behaviour_log_prob, masked_mean, model_loss, percentile, prior_loss
 from rlsvc.core.contract import Contract, Feature
-from rlsvc.core.errors import NotFoundError
+from rlsvc.core.errors import DatasetError, NotFoundError
 from rlsvc.data.normalize import Normalizer
 from rlsvc.policies.tdmpc2 import TDMPC2Policy
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec, TDMPC2Spec
@@ -330,3 +330,11 @@ def test_validation_repeats_itself_and_consumes_nothing(made):
 def test_an_unknown_hook_is_refused(made):
     with pytest.raises(NotFoundError, match=r"unknown hook of tdmpc2 'updat'\. Did you mean 'update'\?"):
         made.update("updat", initial(made), source(), KEY, 1)
+
+
+def test_a_replay_without_the_behaviour_is_refused_by_name():
+    data = source()
+    without = Source({name: x for name, x in data.rows.items() if name != "behaviour_mean"})
+    made = algorithm(behaviour_coef=1.0)
+    with pytest.raises(DatasetError, match=r"no 'behaviour_mean', which algo\.behaviour_coef > 0 needs"):
+        made.update("update", initial(made), without, KEY, 1)
