@@ -1,14 +1,13 @@
 """Asynchronous against synchronous online runs of the same code, in an environment with a lognormal latency.
 
-    python benchmarks/async_rollout.py [--latency-ms 10] [--steps 3000] [--seeds 0]
+    python benchmarks/async_rollout.py [--latency-ms 10] [--steps 1200] [--seeds 0 1]
 
 Both are `rlsvc train` on Ray: a small TD-MPC2 that plans, two rollout workers, one update for every step, the same seed
-and the same schedule. Each step of the environment (a pendulum) sleeps for a lognormal time; in the synchronous mode
+and the same schedule. Each of the two simulator steps of a decision sleeps for a lognormal time; in synchronous mode
 the learner waits for the slower worker, and workers wait for the learner; in the asynchronous mode they overlap, and
 collecting may be `max_ahead` steps ahead of the updates that are owed. Rates are those of the last phase, from its
-first log on, so that neither start-up nor compilation counts. Asynchrony gains most, a factor of two, where
-collecting takes
-as long as learning; the shares in which the learner was idle say how near that was.
+first log on, so that neither start-up nor compilation counts. Asynchrony gains most, a factor of two, where collecting
+takes as long as learning; the shares in which the learner was idle say how near that was.
 """
 
 from __future__ import annotations
@@ -97,16 +96,18 @@ def run(mode: str, seed: int, options: argparse.Namespace, root: Path) -> Outcom
         return float(np.average([metrics.get(name, 0.0) for _, metrics in rest], weights=seconds))
 
     steps = rest[-1][1]["progress/env_steps"] - first["progress/env_steps"]
-    return Outcome(steps / seconds.sum(), mean("rollout/learner_idle"), score, mean("rollout/staleness"))
+    return Outcome(float(steps / seconds.sum()), mean("rollout/learner_idle"), score, mean("rollout/staleness"))
 
 
 def main() -> None:
     """Both modes for each seed, in turns; print, and store the figure if the machine has nothing else to do."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latency-ms", type=float, default=10.0, help="mean of a step's latency")
+    parser.add_argument(
+        "--latency-ms", type=float, default=10.0, help="mean of a simulator step's latency; two to a decision"
+    )
     parser.add_argument("--sigma", type=float, default=1.0, help="of the latency's logarithm")
-    parser.add_argument("--steps", type=int, default=3000, help="of the last phase")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=1200, help="of the last phase")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     options = parser.parse_args()
     console = Console(soft_wrap=True)
     load = load_of_others()
