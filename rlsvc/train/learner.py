@@ -114,7 +114,7 @@ class Learner:
             key = jax.random.fold_in(self.key, 2)
             result = {"loss": float(self.algorithm.validate(self.state, self.data.validation, key))}
         elif order.kind == "export":
-            result = {"bundle": str(self.export(self.run_dir / "bundles" / str(order.step)))}
+            result = {"bundle": str(self.export(self.run_dir / "bundles" / str(order.step), order.step))}
         elif order.kind == "checkpoint":
             result = {"checkpoint": str(self._save(order))}
         self.clock = order.step
@@ -122,8 +122,8 @@ class Learner:
             result["params"] = self.algorithm.acting_params(self.state)
         return result
 
-    def export(self, path: Path) -> Path:
-        """Write the bundle of the acting weights; the first rank alone does."""
+    def export(self, path: Path, clock: int | None = None) -> Path:
+        """Write the bundle of the acting weights; the first rank alone does. `clock`: None is the last order's."""
         if jax.process_index() == 0:
             run = {"project": self.spec.project, "name": self.spec.name, "seed": self.spec.seed}
             write_bundle(
@@ -133,7 +133,7 @@ class Learner:
                 normalizer=self.data.normalizer,
                 params=flatten_params(self.algorithm.acting_params(self.state)),
                 precision=self.spec.precision,
-                run={**run, "step": int(path.name), "updates": self.step},
+                run={**run, "step": self.clock if clock is None else clock, "updates": self.step},
             )
         return path
 
