@@ -30,7 +30,8 @@ def hardware(gpu: bool = False) -> str:
         RuntimeError: `gpu` is set and nvidia-smi finds none.
     """
     if gpu:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])]
         try:
             found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError) as error:

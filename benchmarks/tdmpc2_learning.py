@@ -1,29 +1,45 @@
-"""Sample efficiency of TD-MPC2 on one task of the DeepMind Control Suite, several seeds as one program on one GPU.
+"""Sample efficiency of TD-MPC2 on tasks of the DeepMind Control Suite, several seeds as one program.
 
     python benchmarks/tdmpc2_learning.py walker-walk
-    python benchmarks/tdmpc2_learning.py walker-walk cartpole-swingup cheetah-run finger-spin      # one GPU each
+    python benchmarks/tdmpc2_learning.py walker-walk cheetah-run finger-spin cartpole-swingup
 
 Protocol of the paper (arXiv:2310.16828): action repeat 2, so 100k environment steps are 50k decisions; 2,500 of them at
 random, as many updates on those, then one update for every decision; a score is the mean return of 10 episodes without
 exploration. The algorithm, the rollout worker, the environments and the replay are the product's; only the seeds are
 put side by side: the train states are stacked and every update and plan is mapped over them, one environment and one
-stream of the replay for each. While an environment steps on the CPU, the update of that step runs on the GPU, so that
-an update sees the data up to the step before.
+stream of the replay for each. An update runs on the GPU while the environments step on the CPU, so that it sees the
+data up to the step before.
 
-Two clocks are kept: seconds of training, compilation included, and seconds with the evaluations.
+Several tasks run in a process each, spread over the GPUs there are. A run that is stopped by `--minutes` leaves a
+checkpoint (the states, and a journal of every step) and goes on from it when it is started again; its environments
+begin new episodes then. Two clocks are kept over all starts: seconds of training, compilation included, and seconds
+with the evaluations.
+
+Curves go to `--output`, with a plot over the authors' own (benchmarks/published). Of a run of the full length the
+score at 100k steps is stored: the mean of the seeds, and the lowest and highest of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from common import write_result
+
+PUBLISHED = Path(__file__).resolve().parent / "published" / "tdmpc2"
+FULL = 50_000
+"""Decisions at which a score is a figure: 100k environment steps."""
+SOLVED = {"walker-walk": 950.0}
+"""Score whose wall clock is a figure."""
+PACKAGES = ("rlsvc", "jax", "flax", "optax", "mujoco", "dm_control")
 EVALUATION_EPISODES = 10
 EPISODE = 500
 """Decisions in an episode."""
@@ -42,16 +58,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after so many, with what there is by then")
     parser.add_argument("--output", type=Path, default=Path("runs/tdmpc2_learning"), help="folder for curves")
     parser.add_argument("--override", nargs="*", default=[], help="of the RunSpec, such as policy.samples=256")
+    parser.add_argument("--state", type=Path, default=Path("runs/tdmpc2_learning"), help="folder for checkpoints")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     if len(args.tasks) == 1:
         run(args.tasks[0], args)
         return
     words = [word for word in sys.argv[1:] if word not in args.tasks]
+    gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
     started = []
-    for gpu, task in enumerate(args.tasks):
-        log = (args.output / f"{task}.log").open("w")
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    for i, task in enumerate(args.tasks):
+        log = (args.output / f"{task}.log").open("a")
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(i % len(gpus))}
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         command = [sys.executable, __file__, task, *words]
         started.append((task, subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)))
     for task, process in started:
@@ -75,9 +94,8 @@ class SeedsRunner:
         from rlsvc.core.types import ActionChunk
 
         action, carry = self.act_on(observation, seeds, steps, carry)
-        action = np.asarray(action)
-        self.after()
-        return ActionChunk(action, self.version, carry)
+        self.after()  # queued behind the plan, so that the GPU goes on while the environments step
+        return ActionChunk(np.asarray(action), self.version, carry)
 
 
 def run(task: str, args: argparse.Namespace) -> None:
@@ -88,6 +106,7 @@ def run(task: str, args: argparse.Namespace) -> None:
     import numpy as np
 
     from rlsvc.algos.tdmpc2 import TDMPC2
+    from rlsvc.data.journal import Journal
     from rlsvc.data.normalize import Normalizer
     from rlsvc.data.replay import Replay
     from rlsvc.envs.make import make_env
@@ -96,6 +115,7 @@ def run(task: str, args: argparse.Namespace) -> None:
     from rlsvc.policies import make_policy
     from rlsvc.policies.api import ActOptions
     from rlsvc.spec.compose import compose
+    from rlsvc.store import checkpoint
     from rlsvc.train.rollout import Acting, RolloutWorker
 
     setup_jax("auto")
@@ -165,24 +185,39 @@ def run(task: str, args: argparse.Namespace) -> None:
             states, _ = update_jit(states, replay.view(), learn_keys, due)
             due = 0
 
+    folder = args.state / task
+    journal = Journal(folder / "journal")
+    curve: list[dict[str, Any]] = []
+    training, evaluating, done, starts = 0.0, 0.0, 0, 0
+    if saved := checkpoint.steps(folder):
+        done = saved[-1]
+        states, meta = checkpoint.load(folder, done, states)
+        curve, training, evaluating = meta["curve"], meta["training_s"], meta["evaluating_s"]
+        starts = meta["starts"] + 1
+        for chunk in journal.read(0, meta["cursor"]):
+            replay.add(chunk)
+        print(f"{task}: goes on from {2 * done} env steps", flush=True)
+    elif len(journal):
+        raise SystemExit(f"{folder}: a journal without a checkpoint; delete the folder to begin anew")
+
     worker = RolloutWorker(
         env_spec,
         Acting(config, contract, normalizer, spec.precision),
         worker=0,
         num_envs=n,
         seed=args.seeds[0],
+        incarnation=starts,
         runner=SeedsRunner(acting(True), learn),
     )
     worker.set_weights(None, 0)
     judge = VectorEnv(env_spec, n * EVALUATION_EPISODES)
     judge_act = acting(False)
-    curve: list[dict[str, Any]] = []
-    evaluating = 0.0
 
     def evaluate(decisions: int) -> None:
-        nonlocal evaluating
+        nonlocal training, evaluating, mark
         jax.block_until_ready(states)
         start = time.monotonic()
+        training, mark = training + start - mark, start
         rows = n * EVALUATION_EPISODES
         seeds = np.arange(1_000_000, 1_000_000 + rows)
         observation, carry, total = judge.reset(seeds), None, np.zeros(rows)
@@ -192,12 +227,13 @@ def run(task: str, args: argparse.Namespace) -> None:
             out = judge.step(np.asarray(action)[:, 0])
             observation, total = out.observation, total + out.reward
         returns = total.reshape(n, EVALUATION_EPISODES)
-        evaluating += time.monotonic() - start
+        mark = time.monotonic()
+        evaluating += mark - start
         point = {
             "env_steps": 2 * decisions,
             "returns": returns.mean(1).tolist(),
-            "training_s": time.monotonic() - begin - evaluating,
-            "wall_s": time.monotonic() - begin,
+            "training_s": training,
+            "wall_s": training + evaluating,
         }
         curve.append(point)
         shown = ", ".join(f"{value:.1f}" for value in point["returns"])
@@ -215,24 +251,110 @@ def run(task: str, args: argparse.Namespace) -> None:
         }
         (args.output / f"{task}.json").write_text(json.dumps(result, indent=1))
 
+    def save() -> None:
+        nonlocal training, mark
+        training, mark = training + time.monotonic() - mark, time.monotonic()
+        clocks = {"training_s": training, "evaluating_s": evaluating}
+        checkpoint.save(folder, done, states, {"curve": curve, "starts": starts, "cursor": len(journal), **clocks})
+        checkpoint.prune(folder, 1, set())
+        mark = time.monotonic()
+
+    def collect(count: int, acting: str = "policy") -> None:
+        chunk = worker.collect(count, acting)
+        journal.append(chunk)
+        replay.add(chunk)
+
+    mark = begin
     print(f"{task}: ready after {time.monotonic() - begin:.0f} s", flush=True)
-    for start in range(0, args.random, 100):
-        replay.add(worker.collect(min(100, args.random - start), "random"))
-    evaluate(args.random)
-    for _ in range(args.random // 100):
-        states, _ = update_jit(states, replay.view(), learn_keys, 100)
-    done = args.random
+    if not done:
+        while done < args.random:
+            count = min(100, args.random - done)
+            collect(count, "random")
+            done += count
+        evaluate(args.random)
+        for _ in range(args.random // 100):
+            states, _ = update_jit(states, replay.view(), learn_keys, 100)
     while done < args.decisions:
         due = 1
-        replay.add(worker.collect(1))
+        collect(1)
         done += 1
         if done % args.every == 0 or done == args.decisions:
             evaluate(done)
-            late = time.monotonic() - begin > 60 * args.minutes
-            if late or (args.until is not None and np.median(curve[-1]["returns"]) >= args.until):
+            if args.until is not None and np.median(curve[-1]["returns"]) >= args.until:
                 break
+        if done < args.decisions and time.monotonic() - begin > 60 * args.minutes:
+            save()
+            print(f"{task}: stopped at {2 * done} env steps; run again to go on", flush=True)
+            break
     worker.close()
     judge.close()
+    journal.close()
+    if done == args.decisions:
+        shutil.rmtree(folder)
+    plot(task, curve, args)
+    store(task, curve, args)
+
+
+def store(task: str, curve: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """The figures of a run that went all the way, with the product's own settings."""
+    if args.override or curve[-1]["env_steps"] != 2 * FULL:
+        return
+    import jax
+
+    if jax.default_backend() != "gpu":
+        return
+    kw: dict[str, Any] = {"gpu": True, "packages": PACKAGES, "seeds": args.seeds}
+    name, returns = task.replace("-", "_"), curve[-1]["returns"]
+    theirs = [row["reward"] for row in published("tdmpc2", task) if row["step"] == 2 * FULL]
+    peer = sum(theirs) / len(theirs)
+    mean = sum(returns) / len(returns)
+    write_result(
+        f"tdmpc2_{name}_100k",
+        mean,
+        "return",
+        low=min(returns),
+        high=max(returns),
+        peer=f"published curves, mean of {len(theirs)} seeds",
+        peer_value=peer,
+        ratio=mean / peer,
+        **kw,
+    )
+    if task in SOLVED:
+        solved = [point for point in curve if sorted(point["returns"])[len(returns) // 2] >= SOLVED[task]]
+        if solved:
+            minutes, ends = solved[0]["training_s"] / 60, solved[0]["wall_s"] / 60
+            write_result(f"tdmpc2_{name}_{SOLVED[task]:.0f}_minutes", minutes, "minutes", low=minutes, high=ends, **kw)
+
+
+def published(method: str, task: str) -> list[dict[str, float]]:
+    """The authors' curve: step, reward, seed."""
+    with (PUBLISHED / method / f"{task}.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def plot(task: str, curve: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """`<output>/<task>.png`: our seeds over the published ones, up to twice our steps."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    reach = max(2 * curve[-1]["env_steps"], 2 * FULL)
+    for method, label in (("tdmpc2", "TD-MPC2, published"), ("dreamerv3", "DreamerV3"), ("sac", "SAC")):
+        rows = [row for row in published(method, task) if row["step"] <= reach]
+        steps = sorted({row["step"] for row in rows})
+        at = [[row["reward"] for row in rows if row["step"] == step] for step in steps]
+        (line,) = axis.plot(steps, [sum(x) / len(x) for x in at], "--", label=label)
+        axis.fill_between(steps, [min(x) for x in at], [max(x) for x in at], color=line.get_color(), alpha=0.1)
+    for i, seed in enumerate(args.seeds):
+        steps = [point["env_steps"] for point in curve]
+        label = f"rlsvc, seeds {', '.join(map(str, args.seeds))}" if i == 0 else None
+        axis.plot(steps, [point["returns"][i] for point in curve], "k.-", linewidth=1, label=label, gid=str(seed))
+    axis.set(title=task, xlabel="environment steps", ylabel="return", xlim=(0, reach), ylim=(0, 1000))
+    axis.legend(frameon=False, fontsize="small")
+    figure.savefig(args.output / f"{task}.png", dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 Sizes of walker-walk: 24 observations, 6 actions, the 5M model, batch 256, horizon 3, 6 iterations of 512 samples. fp32
 weights; products run as TF32 on all sides (JAX's default on this hardware; torch with
-set_float32_matmul_precision("high"), as the official training script has it).
+set_float32_matmul_precision("high"), as the official training script has it), but for our planner's, which are bf16 as
+in every run on a GPU (`policy.plan_precision`; curves of tdmpc2_learning.py were made so).
 Update: ours draws its batches from a replay on the GPU and does `--updates` of them in one call; the peers get a batch
 that lies on the GPU. Plan: from host observation to host action. The official program plans for one observation at a
 time, so its figure for B is B calls.
@@ -24,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and JAX share the card
 
@@ -70,7 +71,14 @@ TINY = Sizes(16, 16, 16, 16, 32, 4, 8)
 class Ours:
     """This project's update and plan."""
 
-    def __init__(self, sizes: Sizes, updates: int, precision: str = "fp32", unroll: int | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        updates: int,
+        precision: str = "fp32",
+        unroll: int | None = None,
+        plan_precision: Literal["fp32", "bf16"] | None = None,
+    ) -> None:
         spec = TDMPC2PolicySpec(
             latent_dim=sizes.latent,
             hidden_dim=sizes.hidden,
@@ -78,6 +86,7 @@ class Ours:
             samples=sizes.samples,
             policy_samples=sizes.policy_samples,
             elites=sizes.elites,
+            plan_precision=plan_precision,
         )
         policy = make_policy(spec.model_dump(mode="json"), CONTRACT, precision)
         assert isinstance(policy, TDMPC2Policy)
@@ -86,6 +95,7 @@ class Ours:
         self.policy, self.updates, self.key = policy, updates, jax.random.key(1)
         self.algorithm = TDMPC2(policy, normalizer, TDMPC2Spec(batch_size=sizes.batch), total_steps=1)
         self.state = jax.jit(self.algorithm.init)(jax.random.key(0))
+        self.tree = jax.tree.structure(self.state.params)
         self.data = random_replay()
         self.act = jax.jit(partial(policy.act, options=ActOptions(explore=True)))
         self.rng = np.random.default_rng(0)
@@ -106,16 +116,18 @@ class Ours:
         if carry is None:
             carry = jax.device_put(self.policy.initial_carry(batch))
         self.calls += 1
+        weights = jax.tree.leaves(self.state.params)  # as PolicyRunner keeps them
         start = time.perf_counter()
-        action, carry = self.plan(self.state.params, observation, carry, np.uint32(self.calls))
+        action, carry = self.plan(weights, observation, carry, np.uint32(self.calls))
         np.asarray(action)
         elapsed = time.perf_counter() - start
         self.carry[batch] = carry
         return elapsed * 1e3
 
     @partial(jax.jit, static_argnums=0)
-    def plan(self, params: Any, observation: dict[str, Any], carry: Any, call: Any) -> tuple[Any, Any]:
+    def plan(self, weights: list[Any], observation: dict[str, Any], carry: Any, call: Any) -> tuple[Any, Any]:
         """Actions and the next carry."""
+        params = jax.tree.unflatten(self.tree, weights)
         keys = jax.random.split(jax.random.fold_in(self.key, call), carry.shape[0])
         action, carry, _ = self.policy.act(params, observation, carry, keys, ActOptions(explore=True))
         return action, carry
@@ -125,7 +137,7 @@ class Ours:
         update = self.algorithm._update.lower(self.state, self.data, self.key, num_updates=self.updates)  # pyright: ignore[reportPrivateUsage]
         carry = self.policy.initial_carry(1)
         observation = {"observation.state": jnp.zeros((1, 1, OBS))}
-        plan = self.plan.lower(self, self.state.params, observation, carry, np.uint32(0))
+        plan = self.plan.lower(self, jax.tree.leaves(self.state.params), observation, carry, np.uint32(0))
         return {"update": count_kernels(update.compile()), "plan": count_kernels(plan.compile())}
 
 
@@ -415,10 +427,11 @@ def report(what: str, figure: str, times: Times, store: bool) -> None:
 def variants(sizes: Sizes, updates: int, rounds: int, batches: list[int]) -> None:
     """Ours in other settings, in turn."""
     settings: dict[str, dict[str, Any]] = {
-        "fp32": {},
-        "fp32, a loop": {"unroll": 1},
+        "as it is": {},
+        "plans in fp32": {"plan_precision": "fp32"},
         "bf16": {"precision": "bf16"},
-        "bf16, a loop": {"precision": "bf16", "unroll": 1},
+        "plans unrolled": {"unroll": 6},
+        "plans in a loop": {"unroll": 1},
     }
     sides = {name: attempt(name, partial(Ours, sizes, updates, **fields)) for name, fields in settings.items()}
     sides = {name: side for name, side in sides.items() if side is not None}

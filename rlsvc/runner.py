@@ -126,9 +126,14 @@ class PolicyRunner:
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
         options = ActOptions(sample_steps=sample_steps, explore=explore)
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
-        self._params = jax.device_put(unflatten_params(bundle.params, self._like)) if bundle.params else None
+        tree = jax.tree.structure(self._like)
+        # Leaves, since to flatten nnx states takes as long as a tenth of a planner's call.
+        self._weights: list[Any] = []
+        if bundle.params:
+            self._weights = jax.tree.leaves(jax.device_put(unflatten_params(bundle.params, self._like)))
 
-        def act(params: Any, observation: dict[str, Any], seeds: Any, steps: Any, carry: Any) -> Any:
+        def act(weights: list[Any], observation: dict[str, Any], seeds: Any, steps: Any, carry: Any) -> Any:
+            params = jax.tree.unflatten(tree, weights)
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
             normal = {key: normalizer.normalize(key, x, which) for key, x in observation.items()}
             begins = steps == 0
@@ -165,7 +170,7 @@ class PolicyRunner:
         from rlsvc.nn.params import unflatten_params
 
         named = isinstance(params, dict) and all(isinstance(value, np.ndarray) for value in params.values())
-        self._params = jax.device_put(unflatten_params(params, self._like) if named else params)
+        self._weights = jax.tree.leaves(jax.device_put(unflatten_params(params, self._like) if named else params))
         self.version = version
 
     @classmethod
@@ -221,7 +226,7 @@ class PolicyRunner:
 
         if carry is None:
             carry = self._initial[len(seeds)]
-        action, extras, carry = self._act(self._params, observation, seeds, steps, carry)
+        action, extras, carry = self._act(self._weights, observation, seeds, steps, carry)
         action, extras = jax.device_get((action, extras))
         return ActionChunk(action, self.version, carry, extras)
 

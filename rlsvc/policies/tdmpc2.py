@@ -200,8 +200,8 @@ class TDMPC2Policy:
     """The policy: static. Its weights are {"model", "prior"}.
 
     Attributes:
-        unroll: iterations of the planner that are compiled into one; None is all of them on a GPU, where it saves
-            kernels, and 1 elsewhere, where it only takes longer to compile.
+        unroll: iterations of the planner that are compiled into one; None is 2 on a GPU, where the host can prepare the
+            next ones while these run, and 1 elsewhere, where it only takes longer to compile.
     """
 
     unroll: int | None = None
@@ -234,24 +234,36 @@ class TDMPC2Policy:
         self.action_dim = contract.action.shape[0]
         self.iterations = spec.iterations or (8 if self.action_dim >= 20 else 6)
 
-    def _model(self, key: Key[Array, ""]) -> WorldModel:
-        return WorldModel(self.spec, self.contract, dtype=self.dtype, rngs=nnx.Rngs(params=key))
-
-    def _prior(self, key: Key[Array, ""]) -> Prior:
-        return Prior(self.spec, self.contract, dtype=self.dtype, rngs=nnx.Rngs(params=key))
+    def _nets(self, key: Key[Array, ""], dtype: DTypeLike) -> tuple[WorldModel, Prior]:
+        model_key, prior_key = jax.random.split(key)
+        return (
+            WorldModel(self.spec, self.contract, dtype=dtype, rngs=nnx.Rngs(params=model_key)),
+            Prior(self.spec, self.contract, dtype=dtype, rngs=nnx.Rngs(params=prior_key)),
+        )
 
     @cached_property
     def _graphs(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
-        key = jax.random.key(0)
-        return (
-            nnx.split(nnx.eval_shape(lambda: self._model(key)))[0],
-            nnx.split(nnx.eval_shape(lambda: self._prior(key)))[0],
-        )
+        return self._graphs_of(self.dtype)
+
+    @cached_property
+    def _plan_graphs(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+        return self._graphs_of(self.plan_dtype)
+
+    def _graphs_of(self, dtype: DTypeLike) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+        model, prior = nnx.eval_shape(lambda: self._nets(jax.random.key(0), dtype))
+        return nnx.split(model)[0], nnx.split(prior)[0]
+
+    @property
+    def plan_dtype(self) -> DTypeLike:
+        """Of the products of acting."""
+        if self.spec.plan_precision is not None:
+            return {"fp32": jnp.float32, "bf16": jnp.bfloat16}[self.spec.plan_precision]
+        return jnp.bfloat16 if jax.default_backend() == "gpu" else self.dtype
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Fresh float32 weights."""
-        model_key, prior_key = jax.random.split(key)
-        return {"model": nnx.state(self._model(model_key)), "prior": nnx.state(self._prior(prior_key))}
+        model, prior = self._nets(key, self.dtype)
+        return {"model": nnx.state(model), "prior": nnx.state(prior)}
 
     def model(self, params: Params) -> WorldModel:
         """The nets with the weights `params["model"]`."""
@@ -279,10 +291,12 @@ class TDMPC2Policy:
         (before tanh when the prior acts).
         """
         # Once, rather than in every iteration; what is added up or normalised stays float32.
+        dtype = self.plan_dtype
         cast = jax.tree_util.tree_map_with_path(
-            lambda path, x: x.astype(self.dtype) if "kernels" in map(_key, path) else x, params
+            lambda path, x: x.astype(dtype) if "kernels" in map(_key, path) else x, params
         )
-        model, prior = self.model(cast["model"]), self.prior(cast["prior"])
+        graphs = self._plan_graphs
+        model, prior = nnx.merge(graphs[0], cast["model"]), nnx.merge(graphs[1], cast["prior"])
         now = {name: x[:, -1] for name, x in observation.items()}
         task = model.task(now[TASK_INDEX].astype(jnp.int32) if TASK_INDEX in now else None, keys.shape[0])
         z = model.encode(now, task)
@@ -333,7 +347,7 @@ class TDMPC2Policy:
             jax.random.normal(value_key, (self.iterations, n, a)),
             jax.vmap(lambda k: random_pair(k, spec.widths.num_q))(jax.random.split(pair_key, self.iterations)),
         )
-        unroll = self.unroll or (self.iterations if jax.default_backend() == "gpu" else 1)
+        unroll = self.unroll or (2 if jax.default_backend() == "gpu" else 1)
         plan, _ = jax.lax.scan(iterate, plan, draws, unroll=unroll)
         std = plan.std[0]
         elite = plan.first[jax.random.categorical(choice_key, jnp.log(plan.weight))]
@@ -362,7 +376,7 @@ class TDMPC2Policy:
         self, model: WorldModel, prior: Prior, z: Float[Array, " l"], task: Task
     ) -> Callable[[Float[Array, "h n a"], Float[Array, "n a"], Int[Array, " 2"]], Float[Array, " n"]]:
         """The value of action sequences from z on, given the prior's noise and the pair of value functions."""
-        h, n, a = self.spec.horizon, self.spec.samples, self.action_dim
+        h, n, a, dtype = self.spec.horizon, self.spec.samples, self.action_dim, self.plan_dtype
         width, d = z.shape[0], task.embedding.shape[0]
         rows = repeated(task, n)
         *dynamics, to_latent = model.dynamics.layers()
@@ -375,16 +389,16 @@ class TDMPC2Policy:
         )
         of_state = first._replace(kernel=first.kernel[:width])
         of_rest = first._replace(kernel=first.kernel[width : width + a + d])
-        start = of_state.product(z[None], self.dtype)
+        start = of_state.product(z[None], dtype)
 
         def value(actions: Array, eps: Array, pair: Array) -> Array:
             rest = jnp.concatenate([actions, jnp.broadcast_to(task.embedding[None, None], (h, n, d))], -1)
-            rest = of_rest.product(rest.reshape(h * n, a + d), self.dtype).reshape(2, h, n, of_rest.kernel.shape[-1])
+            rest = of_rest.product(rest.reshape(h * n, a + d), dtype).reshape(2, h, n, of_rest.kernel.shape[-1])
             of_z, features = start, []
             discount, alive, weights = jnp.ones(()), jnp.ones(n), []
             for t in range(h):
                 x = normed(rest[:, t] + of_z, first.affine, None, None)
-                x = normed(second.product(x, self.dtype), second.affine, None, None)
+                x = normed(second.product(x, dtype), second.affine, None, None)
                 features.append(x[1])
                 states = model.dynamics.output(to_latent, x[:1])[0]
                 weights.append(discount * alive)
@@ -392,7 +406,7 @@ class TDMPC2Policy:
                 if self.spec.episodic:
                     alive = alive * (model.termination(states, rows) <= 0)
                 if t < h - 1:
-                    of_z = of_state.product(states, self.dtype)
+                    of_z = of_state.product(states, dtype)
             logits = model.heads.output(to_reward, jnp.concatenate(features)[None])[0]
             rewards = model.two_hot.mean(logits).reshape(h, n)
             q = model.q(states, prior.sample(states, eps, rows), rows, pair).mean(0)
