@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from curves import draw_tdmpc2, measured
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES, PAGE = (
     ROOT / "benchmarks" / "results",
@@ -35,6 +37,16 @@ Written by `make bench-report` from `benchmarks/results/*.json` and `benchmarks/
 - *peer* and *ratio*: what it was measured beside. The number behind the peer has the row's unit; where that is a ratio
   it is the peer's time in ms. "Published" peers come from papers; all others ran in the same script, on one machine.
 - *commit* is the code that was measured; "+changes" means that tracked files differed from it.
+"""
+
+
+CURVES = """\
+## Learning curves
+
+TD-MPC2 (black, each line a seed) on {}, over what its authors published; `benchmarks/tdmpc2_learning.py`. The published
+curves have a point every 100k steps; their bands reach from the lowest to the highest seed.
+
+![returns by environment steps](images/tdmpc2_curves.png)
 """
 
 
@@ -103,12 +115,15 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-def render(figures: Sequence[Figure], results: Mapping[str, Mapping[str, Any]]) -> str:
+def render(
+    figures: Sequence[Figure], results: Mapping[str, Mapping[str, Any]], tasks_with_curves: Sequence[str] = ()
+) -> str:
     """The page.
 
     Args:
         figures: that the project answers for, in the order of the page.
         results: by figure name, as benchmarks/common.py writes them; those that no figure names come in a second table.
+        tasks_with_curves: that the picture of learning curves shows.
     """
     header = (
         "figure",
@@ -128,6 +143,7 @@ def render(figures: Sequence[Figure], results: Mapping[str, Mapping[str, Any]]) 
     others = [result for name, result in sorted(results.items()) if name not in named]
     other_header = tuple(column for column in header if column not in ("target", "aim", "verdict"))
     commands = sorted({result["command"] for result in results.values()})
+    curves = CURVES.format(", ".join(tasks_with_curves)) if tasks_with_curves else ""
     parts = [
         INTRODUCTION,
         "## Figures with a target\n",
@@ -137,6 +153,7 @@ def render(figures: Sequence[Figure], results: Mapping[str, Mapping[str, Any]]) 
             f"- `{figure.name}` ({figure.better} is better; asked for on {figure.hardware}): {figure.what}\n"
             for figure in figures
         ),
+        *([curves] if curves else []),
         "## Other results\n",
         _table(other_header, [_other_row(result) for result in others]),
         "## Commands\n",
@@ -193,8 +210,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Write the page."""
-    PAGE.write_text(render(read_figures(FIGURES), read_results(RESULTS)))
+    """Write the page and its pictures."""
+    draw_tdmpc2()
+    PAGE.write_text(render(read_figures(FIGURES), read_results(RESULTS), list(measured())))
     print(f"{PAGE.relative_to(ROOT)} written")
 
 

@@ -15,14 +15,14 @@ checkpoint (the states, and a journal of every step) and goes on from it when it
 begin new episodes then. Two clocks are kept over all starts: seconds of training, compilation included, and seconds
 with the evaluations.
 
-Curves go to `--output`, with a plot over the authors' own (benchmarks/published). Of a run of the full length the
-score at 100k steps is stored: the mean of the seeds, and the lowest and highest of them.
+Curves go to `--output`. Of a run of the full length on a GPU the score at 100k steps is stored, as the mean of the seeds
+and the lowest and highest of them, and so is its curve; `make bench-report` draws it over the published ones
+(benchmarks/published).
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import shutil
@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from common import write_result
+from curves import CURVES, published
 
-PUBLISHED = Path(__file__).resolve().parent / "published" / "tdmpc2"
 FULL = 50_000
 """Decisions at which a score is a figure: 100k environment steps."""
 SOLVED = {"walker-walk": 950.0}
@@ -131,24 +131,22 @@ def run(task: str, args: argparse.Namespace) -> None:
     algorithm = TDMPC2(policy, normalizer, spec.algo, total_steps=args.decisions)
     keys = jnp.stack([jax.random.key(seed) for seed in args.seeds])
     states = jax.jit(jax.vmap(lambda key: algorithm.init(jax.random.fold_in(key, 0))))(keys)
+    # On this device for good, as the replay is: else everything would be compiled again after the first update.
+    states, keys = jax.device_put((states, keys), jax.local_devices()[0])
     capacity = n * (args.decisions + args.decisions // EPISODE + EPISODE)
     schema = {**contract.observation, "action": contract.action}
     replay = Replay(spec.replay.replace(capacity=capacity), schema, range(n), observation=tuple(contract.observation))
 
-    def update(states: Any, view: Any, keys: Any, count: int) -> Any:
-        def one(states: Any, _: None) -> Any:
-            def of_seed(state: Any, view: Any, key: Any) -> Any:
-                own = jax.tree.map(lambda x: x[None], view)
-                draw_key = jax.random.split(jax.random.fold_in(key, state.step))[0]
-                batch = own.sample(draw_key, spec.algo.batch_size, spec.policy.horizon)
-                return algorithm.update_once(state, batch, key)
+    def update(states: Any, view: Any, keys: Any) -> Any:
+        def of_seed(state: Any, view: Any, key: Any) -> Any:
+            own = jax.tree.map(lambda x: x[None], view)
+            draw_key = jax.random.split(jax.random.fold_in(key, state.step))[0]
+            batch = own.sample(draw_key, spec.algo.batch_size, spec.policy.horizon)
+            return algorithm.update_once(state, batch, key)[0]
 
-            return jax.vmap(of_seed)(states, view, keys)
+        return jax.vmap(of_seed)(states, view, keys)
 
-        states, metrics = jax.lax.scan(one, states, None, length=count)
-        return states, {name: value.mean(0) for name, value in metrics.items()}
-
-    update_jit = jax.jit(update, static_argnames="count", donate_argnames="states")
+    update_jit = jax.jit(update, donate_argnames="states")
     learn_keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
 
     def acting(explore: bool) -> Any:
@@ -177,13 +175,12 @@ def run(task: str, args: argparse.Namespace) -> None:
 
         return call
 
-    due = 0
+    due = False
 
     def learn() -> None:
-        nonlocal states, due
+        nonlocal states
         if due:
-            states, _ = update_jit(states, replay.view(), learn_keys, due)
-            due = 0
+            states = update_jit(states, replay.view(), learn_keys)
 
     folder = args.state / task
     journal = Journal(folder / "journal")
@@ -272,10 +269,10 @@ def run(task: str, args: argparse.Namespace) -> None:
             collect(count, "random")
             done += count
         evaluate(args.random)
-        for _ in range(args.random // 100):
-            states, _ = update_jit(states, replay.view(), learn_keys, 100)
+        for _ in range(args.random):
+            states = update_jit(states, replay.view(), learn_keys)
+    due = True
     while done < args.decisions:
-        due = 1
         collect(1)
         done += 1
         if done % args.every == 0 or done == args.decisions:
@@ -291,7 +288,6 @@ def run(task: str, args: argparse.Namespace) -> None:
     journal.close()
     if done == args.decisions:
         shutil.rmtree(folder)
-    plot(task, curve, args)
     store(task, curve, args)
 
 
@@ -303,9 +299,11 @@ def store(task: str, curve: list[dict[str, Any]], args: argparse.Namespace) -> N
 
     if jax.default_backend() != "gpu":
         return
+    CURVES.mkdir(exist_ok=True)
+    shutil.copy(args.output / f"{task}.json", CURVES / f"tdmpc2_{task}.json")
     kw: dict[str, Any] = {"gpu": True, "packages": PACKAGES, "seeds": args.seeds}
     name, returns = task.replace("-", "_"), curve[-1]["returns"]
-    theirs = [row["reward"] for row in published("tdmpc2", task) if row["step"] == 2 * FULL]
+    theirs = [reward for step, reward in published("tdmpc2", task) if step == 2 * FULL]
     peer = sum(theirs) / len(theirs)
     mean = sum(returns) / len(returns)
     write_result(
@@ -324,37 +322,6 @@ def store(task: str, curve: list[dict[str, Any]], args: argparse.Namespace) -> N
         if solved:
             minutes, ends = solved[0]["training_s"] / 60, solved[0]["wall_s"] / 60
             write_result(f"tdmpc2_{name}_{SOLVED[task]:.0f}_minutes", minutes, "minutes", low=minutes, high=ends, **kw)
-
-
-def published(method: str, task: str) -> list[dict[str, float]]:
-    """The authors' curve: step, reward, seed."""
-    with (PUBLISHED / method / f"{task}.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-
-
-def plot(task: str, curve: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """`<output>/<task>.png`: our seeds over the published ones, up to twice our steps."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
-    reach = max(2 * curve[-1]["env_steps"], 2 * FULL)
-    for method, label in (("tdmpc2", "TD-MPC2, published"), ("dreamerv3", "DreamerV3"), ("sac", "SAC")):
-        rows = [row for row in published(method, task) if row["step"] <= reach]
-        steps = sorted({row["step"] for row in rows})
-        at = [[row["reward"] for row in rows if row["step"] == step] for step in steps]
-        (line,) = axis.plot(steps, [sum(x) / len(x) for x in at], "--", label=label)
-        axis.fill_between(steps, [min(x) for x in at], [max(x) for x in at], color=line.get_color(), alpha=0.1)
-    for i, seed in enumerate(args.seeds):
-        steps = [point["env_steps"] for point in curve]
-        label = f"rlsvc, seeds {', '.join(map(str, args.seeds))}" if i == 0 else None
-        axis.plot(steps, [point["returns"][i] for point in curve], "k.-", linewidth=1, label=label, gid=str(seed))
-    axis.set(title=task, xlabel="environment steps", ylabel="return", xlim=(0, reach), ylim=(0, 1000))
-    axis.legend(frameon=False, fontsize="small")
-    figure.savefig(args.output / f"{task}.png", dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":
