@@ -15,8 +15,8 @@ checkpoint (the states, and a journal of every step) and goes on from it when it
 begin new episodes then. Two clocks are kept over all starts: seconds of training, compilation included, and seconds
 with the evaluations.
 
-Curves go to `--output`. Of a run of the full length on a GPU the score at 100k steps is stored, as the mean of the seeds
-and the lowest and highest of them, and so is its curve; `make bench-report` draws it over the published ones
+Curves go to `--output`. Of a run of the full length on a GPU the score at 100k steps is stored, as the mean of the
+seeds and the lowest and highest of them, and so is its curve; `make bench-report` draws it over the published ones
 (benchmarks/published).
 """
 
