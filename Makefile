@@ -26,8 +26,9 @@ demo: setup ## Train, evaluate, serve and query a small policy on this machine.
 	$(BIN)/rlsvc demo
 
 # These tests compile many small programs and run each a few times, so most of XLA's optimizations would cost more than they save.
+# Two processes: the tests of Ray in one, files of the others in both.
 test: setup ## Run the tests that take minutes.
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/pytest -m "not slow and not gpu"
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/pytest -m "not slow and not gpu" -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-slow: setup ## Run the slow tests: learning, sweeps, jobs.
 	$(BIN)/pytest -m "slow and not gpu"

@@ -42,7 +42,10 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that takes the cluster carries the mark."""
+    """A test that takes the cluster carries the mark. Of several processes one runs all tests of Ray, and these first."""
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ray)
+        ray = item.get_closest_marker("ray") is not None
+        item.add_marker(pytest.mark.xdist_group("ray" if ray else item.location[0]))
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
