@@ -41,6 +41,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     ray.shutdown()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that takes the cluster carries the mark. Of several processes one runs all tests of Ray, and these first."""
     for item in items:
