@@ -22,7 +22,10 @@ class LearnerSpec(Spec):
     updates_per_call: int = Field(default=50, ge=1)
     """K gradient steps in one compiled call."""
     max_failures: int = Field(default=2, ge=0)
-    """Restarts of the group from the last checkpoint before the run fails."""
+    """Restarts of the group from the last checkpoint before the run fails; its controller's are counted apart."""
+    timeout_s: float = Field(default=900.0, gt=0)
+    """Ranks that have not done an order for so long are taken for hung, killed, and so restarted. A first update
+    compiles, which can take minutes."""
 
 
 class CheckpointSpec(Spec):

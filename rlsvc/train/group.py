@@ -1,13 +1,15 @@
 """The learner group: one rank in this process, or a Ray Train group that is reached through a mailbox.
 
 The driver posts numbered orders to the mailbox, an actor of its own; every rank asks for the next one, does it, and the
-first rank posts the result. When a rank dies, Ray Train starts the group again; the new ranks announce a new attempt
-and the step of the checkpoint that they read, and the driver learns of it as GroupRestarted.
+first rank posts the result. When a rank dies, Ray Train starts the group again; when Ray Train's controller dies, the
+driver starts another one. The new ranks announce a new attempt and the step of the checkpoint that they read, and the
+driver learns of it as GroupRestarted. Ranks that hang are killed by the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 import threading
@@ -20,6 +22,8 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.spec.run import RunSpec
 from rlsvc.train.orchestrator import GroupRestarted, Order
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 START_TIMEOUT_S = 600.0
@@ -65,7 +69,17 @@ class Mailbox:
         self._orders: list[dict[str, Any] | None] = []
         self._progress: dict[int, int] = {}
         self._results: dict[int, dict[str, Any]] = {}
+        self._ranks: list[Any] = []
         self._changed = asyncio.Event()
+
+    async def join(self, handle: Any) -> None:
+        """From a rank, before it begins: the actor that it runs in."""
+        self._ranks.append(handle)
+
+    async def leave(self) -> list[Any]:
+        """For the driver: actors of all ranks that ever joined, which it is about to kill."""
+        ranks, self._ranks = self._ranks, []
+        return ranks
 
     async def begin(self, step: int) -> int:
         """From the first rank of a (re)started group: where its state is. Returns the attempt's number."""
@@ -140,6 +154,7 @@ def rank_main(config: dict[str, Any]) -> None:
     from rlsvc.train.learner import Learner
 
     mailbox = config["mailbox"]
+    ray.get(mailbox.join.remote(ray.get_runtime_context().current_actor))
     rank = ray.train.get_context().get_world_rank()
     contract = None if config["contract"] is None else Contract.from_json(config["contract"])
     try:
@@ -201,9 +216,13 @@ class RayGroup:
 
     def __init__(self, spec: RunSpec, run_dir: Path, contract: Contract | None) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.spec = spec
-        self._mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=64).remote()
+        # On the driver's own node: the loss of another one must not take it along.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=64, scheduling_strategy=here)
+        self._mailbox: Any = actor.remote()
         self._run_dir = run_dir.absolute()
         self._config = {
             "spec": spec.model_dump(mode="json"),
@@ -214,6 +233,7 @@ class RayGroup:
         self._attempt = 0
         self._failure: str | None = None
         self._thread: threading.Thread | None = None
+        self.hung, self.controllers_lost = 0, 0
 
     def start(self) -> int:
         """See LearnerGroup."""
@@ -228,6 +248,7 @@ class RayGroup:
         self._check_alive()
         if not ray.get(self._mailbox.post.remote(self._attempt, vars(order))):
             raise GroupRestarted(self._await_attempt(self._attempt))
+        deadline = time.monotonic() + self.spec.learner.timeout_s
         while True:
             attempt, result = ray.get(self._mailbox.result.remote(self._attempt, order.number))
             if attempt != self._attempt:
@@ -239,6 +260,18 @@ class RayGroup:
             if order.kind == "stop" and self._thread is not None and not self._thread.is_alive():
                 return {}
             self._check_alive()
+            if time.monotonic() > deadline:
+                self._kill_ranks(f"{order.kind} at step {order.step}")
+                raise GroupRestarted(self._await_attempt(self._attempt))
+
+    def _kill_ranks(self, what: str) -> None:
+        """All of them: they wait for each other, so that nobody knows which one hangs."""
+        import ray
+
+        self.hung += 1
+        logger.warning("learner ranks did not do an order (%s) within learner.timeout_s; they are killed", what)
+        for rank in ray.get(self._mailbox.leave.remote()):
+            ray.kill(rank)
 
     def _with_params(self, result: dict[str, Any]) -> dict[str, Any]:
         """Weights fetched from the rank; without them when it died meanwhile, which the next order finds out."""
@@ -285,10 +318,21 @@ class RayGroup:
             raise RuntimeError(f"the learner group failed:\n{self._failure}")
 
     def _fit(self) -> None:
-        try:
-            _make_trainer(self.spec, self._run_dir, self._config).fit()
-        except Exception:
-            self._failure = traceback.format_exc()
+        """Until training ended or failed for good; a controller that died is replaced, which restarts its ranks."""
+        import ray.exceptions
+
+        while True:
+            try:
+                _make_trainer(self.spec, self._run_dir, self._config).fit()
+            except ray.exceptions.RayActorError:
+                self.controllers_lost += 1
+                if self.controllers_lost <= self.spec.learner.max_failures:
+                    logger.warning("Ray Train's controller died; the learner group starts again")
+                    continue
+                self._failure = traceback.format_exc()
+            except Exception:
+                self._failure = traceback.format_exc()
+            return
 
 
 def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):

@@ -1,7 +1,8 @@
-"""Seeded faults in the rollout plane, on a Ray of their own; benchmarks/faults.py runs a hundred and more of them."""
+"""Seeded faults on Rays of their own; benchmarks/faults.py runs a hundred and more of them."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,13 +13,22 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.timeout(1500)
 def test_no_acknowledged_transition_is_lost_or_doubled_through_twenty_faults(root: Path) -> None:
-    command = [sys.executable, str(root / "benchmarks" / "faults.py"), "--faults", "20", "--seed", "7", "--no-store"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    """Eleven of the rollout plane, and each of the nine of a whole run."""
+    command = [sys.executable, str(root / "benchmarks" / "faults.py"), "--seed", "7", "--no-store"]
+    done = subprocess.run(
+        [*command, "--faults", "11", "--group-faults", "9"],
+        capture_output=True,
+        text=True,
+        timeout=1400,
+        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = re.search(r"20 faults survived; (\d+) transitions acknowledged, 0 lost, 0 doubled, 0 that", done.stdout)
-    assert found, done.stdout[-500:]
-    assert int(found[1]) > 1000
+    assert "20 faults survived" in done.stdout
+    parts = re.findall(r"(\d+) transitions acknowledged, 0 lost, 0 doubled, 0 that", done.stdout)
+    assert len(parts) == 2
+    assert all(int(count) > 500 for count in parts), parts
     held_up = re.search(r"held up for ([0-9.]+) s", done.stdout)
     assert held_up
     assert float(held_up[1]) < 2.0
