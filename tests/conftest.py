@@ -43,7 +43,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that takes the cluster carries the mark. Of several processes one runs all tests of Ray, and these first."""
+    """A test that takes the cluster carries the mark. Of several processes one runs all tests of Ray, these first."""
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ray)
