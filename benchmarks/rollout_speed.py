@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ CAPACITY = 500_000
 PACKAGES = ("rlsvc", "ray", "gymnasium", "mujoco", "numpy", "stable-baselines3")
 OURS, RAW, ASYNC, SYNC = "rlsvc", "raw simulator", "AsyncVectorEnv", "SyncVectorEnv"
 SB3, RLLIB, RLLIB_BARE = "SubprocVecEnv", "RLlib's env runners, random RLModule", "RLlib's env runners, no module"
+PEERS = (RAW, ASYNC, SYNC, SB3, RLLIB, RLLIB_BARE)
 FIGURES = (
     ("rollout_cartpole_vs_async_vector_env", "CartPole-v1", ASYNC),
     ("rollout_cartpole_vs_rllib", "CartPole-v1", RLLIB),
@@ -261,39 +263,54 @@ class Ours:
         self._journal.close()
 
 
-def contenders(stack: ExitStack, options: argparse.Namespace, console: Console) -> dict[str, dict[str, Contender]]:
-    """By environment and name. Those that fork come first, before Ray has threads in this process."""
-    made: dict[str, dict[str, Contender]] = {env_id: {} for env_id in IDS}
+def contenders(stack: ExitStack, env_id: str, options: argparse.Namespace, console: Console) -> dict[str, Contender]:
+    """By name. Those that fork come first, before Ray has threads in this process."""
+    made: dict[str, Contender] = {}
 
-    def add(name: str, create: Callable[[str], Contender]) -> None:
-        for env_id in IDS:
-            made[env_id][name] = create(env_id)
-            stack.callback(made[env_id][name].close)
+    def add(name: str, create: Callable[[], Contender]) -> None:
+        if options.peers is not None and name not in (OURS, *options.peers):
+            return
+        made[name] = create()
+        stack.callback(made[name].close)
 
-    def vectors(env_id: str) -> list[Callable[[], gymnasium.Env]]:
-        return [partial(make, env_id)] * PEER_ENVS
-
-    add(RAW, Raw)
-    add(ASYNC, lambda env_id: GymnasiumVector(gymnasium.vector.AsyncVectorEnv(vectors(env_id), context="fork")))
+    vectors = [partial(make, env_id)] * PEER_ENVS
+    add(RAW, lambda: Raw(env_id))
+    add(ASYNC, lambda: GymnasiumVector(gymnasium.vector.AsyncVectorEnv(vectors, context="fork")))
     if importlib.util.find_spec("stable_baselines3") is None:
         console.print("stable-baselines3 is not installed: its SubprocVecEnv is not measured")
     else:
-        add(SB3, Subproc)
-    add(SYNC, lambda env_id: GymnasiumVector(gymnasium.vector.SyncVectorEnv(vectors(env_id))))
+        add(SB3, lambda: Subproc(env_id))
+    add(SYNC, lambda: GymnasiumVector(gymnasium.vector.SyncVectorEnv(vectors)))
 
     import ray
 
     # More CPUs than there are: actors that are not at their turn are idle.
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     stack.callback(ray.shutdown)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    add(OURS, lambda env_id: Ours(env_id, options.envs, options.chunk_steps, folder))
+    add(OURS, lambda: Ours(env_id, options.envs, options.chunk_steps, folder))
     try:
-        add(RLLIB, lambda env_id: RLlib(env_id, options.envs, options.chunk_steps, module=True))
-        add(RLLIB_BARE, lambda env_id: RLlib(env_id, options.envs, options.chunk_steps, module=False))
+        add(RLLIB, lambda: RLlib(env_id, options.envs, options.chunk_steps, module=True))
+        add(RLLIB_BARE, lambda: RLlib(env_id, options.envs, options.chunk_steps, module=False))
     except ImportError as error:
         console.print(f"RLlib cannot be imported ({error}): its env runners are not measured")
     return made
+
+
+def measure(env_id: str, options: argparse.Namespace) -> dict[str, np.ndarray]:
+    """Rates by contender, one a round; in a process of its own, so that no other environment's contenders exist."""
+    console, rng = Console(soft_wrap=True), np.random.default_rng(0)
+    with ExitStack() as stack:
+        group = contenders(stack, env_id, options, console)
+        samples: dict[str, list[float]] = {name: [] for name in group}
+        for contender in group.values():
+            contender.measure(options.seconds / 4)  # actors start, caches fill
+        for _ in range(options.rounds):
+            for name in rng.permutation(list(group)).tolist():
+                samples[name].append(group[name].measure(options.seconds))
+    rates = {name: np.asarray(values) for name, values in samples.items()}
+    report(env_id, rates, console)
+    return rates
 
 
 def ratio(rates: dict[str, np.ndarray], peer: str) -> tuple[float, float, float]:
@@ -308,28 +325,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each contender in a round")
     parser.add_argument("--envs", type=int, default=16, help="environments of one of our workers, and of RLlib's")
-    parser.add_argument("--chunk-steps", type=int, default=128, help="steps of each environment in a chunk")
+    parser.add_argument("--chunk-steps", type=int, default=64, help="steps of each environment in a chunk")
+    parser.add_argument("--ids", nargs="+", default=list(IDS), help="environments")
+    parser.add_argument(
+        "--peers", nargs="+", help=f"those that are measured, of: {', '.join(PEERS)}; all when left out"
+    )
     options = parser.parse_args()
     console = Console(soft_wrap=True)
     load = load_of_others()
     console.print(f"{hardware()}; load of others {load:.1f}")
-    rng = np.random.default_rng(0)
     measured: dict[str, dict[str, np.ndarray]] = {}
-    with ExitStack() as stack:
-        for env_id, group in contenders(stack, options, console).items():
-            samples: dict[str, list[float]] = {name: [] for name in group}
-            for contender in group.values():
-                contender.measure(options.seconds / 4)  # actors start, caches fill
-            for _ in range(options.rounds):
-                for name in rng.permutation(list(group)).tolist():
-                    samples[name].append(group[name].measure(options.seconds))
-            measured[env_id] = {name: np.asarray(values) for name, values in samples.items()}
-            report(env_id, measured[env_id], console)
+    for env_id in options.ids:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            measured[env_id] = pool.submit(measure, env_id, options).result()
     if load > QUIET:
         console.print(f"the load of others was {load:.1f}: nothing is stored")
         return
     for figure, env_id, peer in FIGURES:
-        rates = measured[env_id]
+        rates = measured.get(env_id, {})
         if peer in rates:
             value, low, high = ratio(rates, peer)
             write_result(
