@@ -320,8 +320,8 @@ def store(task: str, curve: list[dict[str, Any]], args: argparse.Namespace) -> N
     if task in SOLVED:
         solved = [point for point in curve if sorted(point["returns"])[len(returns) // 2] >= SOLVED[task]]
         if solved:
-            minutes, ends = solved[0]["training_s"] / 60, solved[0]["wall_s"] / 60
-            write_result(f"tdmpc2_{name}_{SOLVED[task]:.0f}_minutes", minutes, "minutes", low=minutes, high=ends, **kw)
+            wall, training = solved[0]["wall_s"] / 60, solved[0]["training_s"] / 60
+            write_result(f"tdmpc2_{name}_{SOLVED[task]:.0f}_minutes", wall, "minutes", low=training, high=wall, **kw)
 
 
 if __name__ == "__main__":

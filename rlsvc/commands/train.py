@@ -33,7 +33,7 @@ def train(
         Path | None, typer.Option(help="Write a JAX profiler trace to this folder (with --local).")
     ] = None,
 ) -> None:
-    """Train a policy from demonstrations, evaluate it, register its bundle."""
+    """Train a policy from demonstrations or rollouts, evaluate it, register its bundle."""
     from rlsvc.spec.compose import compose, to_yaml
 
     spec = compose(words or [])
@@ -78,21 +78,21 @@ def run_with_progress(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    score = "return" if spec.evaluation.metric == "return" else "max_reward"
+    digits = 1 if score == "return" else 3
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("starting", total=spec.length)
 
         def show(step: int, metrics: dict[str, float]) -> None:
             progress.update(task, completed=step)
-            if "train/loss" in metrics:
-                progress.update(task, description=f"loss {metrics['train/loss']:.4f}")
-            if "eval/max_reward" in metrics:
-                low, high = (
-                    metrics.get("eval/max_reward_low", float("nan")),
-                    metrics.get("eval/max_reward_high", float("nan")),
-                )
+            loss = metrics.get("train/loss", metrics.get("train/total_loss"))
+            if loss is not None:
+                progress.update(task, description=f"loss {loss:.4f}")
+            if f"eval/{score}" in metrics:
+                value, low, high = (metrics.get(f"eval/{score}{end}", float("nan")) for end in ("", "_low", "_high"))
                 progress.console.print(
-                    f"step {step}: max reward {metrics['eval/max_reward']:.3f} [{low:.3f}, {high:.3f}], success "
-                    f"{100 * metrics['eval/success']:.0f} % of {metrics['eval/episodes']:.0f} episodes",
+                    f"step {step}: {score.replace('_', ' ')} {value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}], "
+                    f"success {100 * metrics['eval/success']:.0f} % of {metrics['eval/episodes']:.0f} episodes",
                     highlight=False,
                     markup=False,
                 )

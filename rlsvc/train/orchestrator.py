@@ -323,7 +323,9 @@ class Orchestrator:
         self._number += 1
         self._unsent, self._unsent_bytes = [], 0
         if order.kind in ("validate", "export", "checkpoint"):
+            begin = time.monotonic()
             self.listener.on_result(order, result)
+            self._collected.paused += time.monotonic() - begin
         return result
 
     def _log(self) -> None:
@@ -355,6 +357,7 @@ class _Collected:
     staleness: list[int] = field(default_factory=list)
     ended: dict[str, list[float]] = field(default_factory=dict)
     busy: float = 0.0
+    paused: float = 0.0  # evaluating, which is no learning that was missed
     since: float = field(default_factory=time.monotonic)
 
     def add(self, chunk: Chunk) -> None:
@@ -367,7 +370,7 @@ class _Collected:
         elapsed = max(time.monotonic() - self.since, 1e-9)
         out = {
             "collect/steps_per_s": self.steps / elapsed,
-            "rollout/learner_idle": max(0.0, 1 - self.busy / elapsed),
+            "rollout/learner_idle": max(0.0, 1 - self.busy / max(elapsed - self.paused, 1e-9)),
             "collect/episodes_lost": float(self.lost),
             "rollout/stale_dropped": float(self.stale_dropped),
         }

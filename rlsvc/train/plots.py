@@ -6,18 +6,31 @@ from pathlib import Path
 
 from rlsvc.store.tracking import read_metrics
 
-PANELS = (("train/loss", "validation/loss"), ("eval/max_reward", "eval/success"))
+LOSSES = ("train/loss", "train/total_loss", "validation/loss")
+SCORES = ("eval/max_reward", "eval/success")
+RETURNS = ("collect/return", "eval/return")
 
 
-def write_learning_curve(metrics: Path, path: Path, title: str) -> Path | None:
-    """Losses (log scale) and evaluation results by update; None when nothing was logged yet."""
+def write_learning_curve(metrics: Path, path: Path, title: str, *, returns: bool, online: bool) -> Path | None:
+    """Losses (log scale) and scores over the run's clock; None when nothing was logged yet.
+
+    Args:
+        metrics: the run's metrics.jsonl.
+        path: of the picture.
+        title: above it.
+        returns: scores are returns, else the largest reward and success.
+        online: the clock counts environment steps, else updates.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     rows = read_metrics(metrics)
-    panels = [[name for name in names if any(name in row for row in rows)] for names in PANELS]
+    panels = [
+        [name for name in names if any(name in row for row in rows)]
+        for names in (LOSSES, RETURNS if returns else SCORES)
+    ]
     panels = [names for names in panels if names]
     if not panels:
         return None
@@ -37,11 +50,11 @@ def write_learning_curve(metrics: Path, path: Path, title: str) -> Path | None:
                 color=line.get_color(),
                 alpha=0.2,
             )
-        axis.set_xlabel("gradient updates")
+        axis.set_xlabel("environment steps" if online else "gradient updates")
         axis.legend(frameon=False)
         if names[0].endswith("loss"):
             axis.set_yscale("log")
-        else:
+        elif not returns:
             axis.set_ylim(0, 1)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)

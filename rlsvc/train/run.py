@@ -188,7 +188,11 @@ class _Run:
         best = self.best_step()
         bundle = None if best is None else self.folder / "bundles" / str(best)
         plot = write_learning_curve(
-            self.folder / "metrics.jsonl", self.folder / "plots" / "learning_curve.png", self.spec.name
+            self.folder / "metrics.jsonl",
+            self.folder / "plots" / "learning_curve.png",
+            self.spec.name,
+            returns=self.spec.evaluation.metric == "return",
+            online=self.spec.online,
         )
         videos: dict[str, Path] = {}
         if self.spec.env and self.last_evaluation and self.spec.evaluation.videos and not interrupted:
@@ -299,6 +303,12 @@ def _check_resumable(spec: RunSpec, old: RunSpec, stored: Path) -> None:
                 f"got {getattr(spec, name)}, the run has {getattr(old, name)}. "
                 "Resume with the run's values, or start a new run under another name."
             )
+    now, then = (one.rollout.workers * one.rollout.envs_per_worker for one in (spec, old))
+    if spec.online and now != then:
+        raise SpecError(
+            f"--resume: rollout.workers x rollout.envs_per_worker is {now}, the run has {then} ({stored}); its replay "
+            "has a stream for each of these environments. Spread the same number over the workers, or start a new run."
+        )
 
 
 @contextlib.contextmanager

@@ -64,6 +64,18 @@ def test_an_action_does_not_depend_on_the_rest_of_its_batch(made):
     np.testing.assert_allclose(together[1][1:2], alone[1], atol=1e-4)
 
 
+def test_the_planner_has_a_precision_of_its_own_and_learning_keeps_the_runs(made):
+    """bf16 rounds to three digits; without a planner the prior acts, so that actions can be compared."""
+    params = made[1]
+    exact, rounded = (make(plan=False, plan_precision=precision)[0] for precision in ("fp32", "bf16"))
+    here, there = (np.asarray(act(policy, params, ROWS, KEYS)[0]) for policy in (exact, rounded))
+    assert not np.array_equal(here, there)
+    np.testing.assert_allclose(here, there, atol=0.05)
+    assert rounded.dtype == exact.dtype == jnp.float32
+    plain = make(plan=False)[0]
+    np.testing.assert_array_equal(act(plain, params, ROWS, KEYS)[0], here)
+
+
 def test_actions_stay_in_their_range_and_the_carry_is_the_plan(made):
     action, carry, extras = act(*made, ROWS, KEYS, EXPLORE)
     assert action.shape == (3, 1, 2)

@@ -85,6 +85,13 @@ def test_a_stopped_online_run_goes_on_with_its_counters_and_its_replay(make_onli
         assert {incarnation for _, incarnation, _ in journal.ids()} == {0, 1}
 
 
+def test_a_run_is_not_resumed_with_another_number_of_environments(make_online):
+    stop = threading.Event()
+    train(make_online(), local=True, stop=stop, on_metrics=lambda step, _: stop.set())
+    with pytest.raises(UserError, match=r"rollout\.workers x rollout\.envs_per_worker is 6, the run has 4 .*stream"):
+        train(make_online("resume=true", "rollout.workers=3"), local=True)
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_more_workers_than_cpus_are_refused_by_name_before_anything_starts(make_online):
     with pytest.raises(UserError, match=r"64 rollout workers x 1.* the cluster has 2.*rollout\.workers"):

@@ -383,3 +383,10 @@ def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(tmp_path):
     again = Run(tmp_path, [SEED, TRAIN], saved=saved)
     assert (again.clock, again.events) == (36, [])
     assert [order.kind for order in again.group.orders] == ["stop"]
+
+
+def test_a_learner_is_not_idle_while_the_run_evaluates(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(orchestrator.time, "monotonic", lambda: now)
+    collected = orchestrator._Collected(busy=4.0, paused=5.0, since=now - 10)
+    assert collected.metrics()["rollout/learner_idle"] == pytest.approx(1 / 5)
