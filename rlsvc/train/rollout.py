@@ -255,7 +255,8 @@ class RolloutWorker:
 
     def _start_episodes(self, rows: np.ndarray) -> None:
         for i in np.flatnonzero(rows):
-            self._episode[i] = (self.worker << 42) | (self.incarnation << 32) | self._episodes
+            # Unique in the run: 2^15 workers, 2^20 incarnations of each, 2^28 episodes of those.
+            self._episode[i] = (self.worker << 48) | (self.incarnation << 28) | self._episodes
             self._noise[i] = episode_seed(self._noise_seeds[i], self._episodes)
             self._episodes += 1
         self._steps[rows], self._returns[rows] = 0, 0.0

@@ -8,6 +8,7 @@ Letters: E episodes of a worker, T observation steps, H actions of a chunk, A ac
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlsvc.core.errors import UserError
 from rlsvc.core.history import ObservationHistory
 from rlsvc.envs.make import make_env
 from rlsvc.spec.env import EnvSpec
@@ -46,7 +48,7 @@ class EpisodeResult:
 
 
 class WorkerLost(Exception):  # noqa: N818 - an event that the evaluation handles, not an error
-    """A worker died or hung; its episodes have to be run again."""
+    """A worker died or hung, or a simulator failed; the episodes have to be run again."""
 
 
 class EpisodeWorker:
@@ -101,6 +103,10 @@ class EpisodeWorker:
         self._envs = []
 
 
+def _what(error: object) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 class Workers(Protocol):
     """Several episode workers; `call` runs one method on each, in parallel."""
 
@@ -121,11 +127,20 @@ class InProcess:
     count = 1
 
     def __init__(self, spec: EnvSpec, n_obs_steps: int) -> None:
-        self._worker = EpisodeWorker(spec, n_obs_steps)
+        self._make = (spec, n_obs_steps)
+        self._worker = EpisodeWorker(*self._make)
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """See Workers."""
-        return [getattr(self._worker, method)(*arguments[0])]
+        try:
+            return [getattr(self._worker, method)(*arguments[0])]
+        except UserError:
+            raise
+        except Exception as error:
+            with contextlib.suppress(Exception):  # it is broken; whatever it says at the end is of no use
+                self._worker.close()
+            self._worker = EpisodeWorker(*self._make)
+            raise WorkerLost(f"the simulator raised {_what(error)}") from error
 
     def close(self) -> None:
         """See Workers."""
@@ -201,17 +216,22 @@ class RayWorkers:
         refs = [
             getattr(actor, method).remote(*argument) for actor, argument in zip(self._actors, arguments, strict=True)
         ]
-        out, lost = [], []
+        out: list[Any] = []
+        lost: dict[int, str] = {}
         for i, ref in enumerate(refs):
             try:
                 out.append(ray.get(ref, timeout=STEP_TIMEOUT_S))
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, UserError):
+                    raise UserError(str(error.cause)) from error
+                lost[i] = f"raised {_what(error.cause)}"
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                lost.append(i)
+                lost[i] = "died or hung"
         for i in lost:
             ray.kill(self._actors[i])
             self._actors[i] = self._class.remote(*self._make)
         if lost:
-            raise WorkerLost(f"rollout actors {lost} died or hung")
+            raise WorkerLost(", ".join(f"rollout actor {i} {why}" for i, why in lost.items()))
         return out
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import signal
 import numpy as np
 import pytest
 
+from rlsvc.core.errors import UserError
 from rlsvc.spec.env import PushTSpec
 from rlsvc.train import workers as module
 from rlsvc.train.workers import EpisodeWorker, InProcess, Processes, WorkerLost, make_workers
@@ -87,3 +88,33 @@ def test_without_ray_one_worker_is_this_process_and_several_are_processes():
     one.close()
     two.close()
     assert not any(process.is_alive() for process in processes)
+
+
+def test_a_simulator_that_raises_costs_its_wave_and_is_made_anew():
+    pool = InProcess(SPEC, 2)
+    pool.call("reset", [([1, 2],)])
+    broken = pool._worker
+
+    def fail(action):
+        raise ValueError("contact buffer is full")
+
+    broken._envs[1].step = fail
+    with pytest.raises(WorkerLost, match="the simulator raised ValueError: contact buffer is full"):
+        pool.call("step", [({0: chunk(1), 1: chunk(1)},)])
+    pool.call("reset", [([1, 2],)])
+    assert len(pool.call("step", [({0: chunk(1), 1: chunk(1)},)])[0]) == 2
+    assert pool._worker is not broken
+    pool.close()
+
+
+def test_a_persons_mistake_is_not_taken_for_a_broken_simulator():
+    pool = InProcess(SPEC, 2)
+    pool.call("reset", [([1],)])
+
+    def refuse(action):
+        raise UserError("the action's range is wrong")
+
+    pool._worker._envs[0].step = refuse
+    with pytest.raises(UserError, match="range is wrong"):
+        pool.call("step", [({0: chunk(1)},)])
+    pool.close()
