@@ -21,6 +21,7 @@ def losses(spec) -> list[float]:
     return [row["train/loss"] for row in read_metrics(run_dir(spec) / "metrics.jsonl") if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_loss_of_one_with_the_same_global_batch(make_spec, ray_cluster):
     alone = make_spec("name=one", "env=null")
     together = make_spec("name=two", "env=null", "learner.ranks=2")
