@@ -125,7 +125,8 @@ def worker_environment(ledger: Path) -> dict[str, Any]:
     os.environ[LEDGER] = str(ledger)
     sys.path.insert(0, str(HERE))
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    return {"env_vars": {LEDGER: str(ledger), "PYTHONPATH": path}}
+    # Small nets are compiled often and run seldom: most optimizations would cost more than they save.
+    return {"env_vars": {LEDGER: str(ledger), "PYTHONPATH": path, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}
 
 
 class Plane:
@@ -162,7 +163,8 @@ class Plane:
     def _open(self) -> None:
         from rlsvc.data.journal import Journal
         from rlsvc.data.normalize import Normalizer
-        from rlsvc.train.rollout import Acting, RayRollouts, next_incarnations
+        from rlsvc.train.rollout import RayRollouts, next_incarnations
+        from rlsvc.train.rollout_worker import Acting
 
         self.journal = Journal(self.folder / "journal")
         acting = Acting({}, self.contract, Normalizer.from_contract(self.contract), "fp32")
@@ -334,7 +336,8 @@ class WholeRun:
                     self._await_work(stop, kind)
                     self._wants_node.set()
                     while self.node is None:
-                        stop.wait(0.2)
+                        if stop.wait(0.2):
+                            raise RuntimeError(f"{kind}: the run ended before the node came back")
                 self._survived[kind] += 1
                 print(f"{self._survived.total()}: {kind}, {time.monotonic() - begin:.1f} s", flush=True)
         except BaseException as problem:

@@ -31,7 +31,7 @@ INTRODUCTION = """\
 Written by `make bench-report` from `benchmarks/results/*.json` and `benchmarks/figures.csv`; do not edit this page.
 
 - *value [low, high]*: what was measured and its interval as the script states it: 95 % of the mean or percentile;
-  for the speedups over LeRobot the range of the rounds' medians.
+  for speedups the range of the rounds' medians; for TD-MPC2's returns the lowest and the highest seed.
 - *target* must be reached, *aim* is what the project is after. The verdict compares the value, not an end of its
   interval. A figure that was measured on other hardware than was asked for says so.
 - *peer* and *ratio*: what it was measured beside. The number behind the peer has the row's unit; where that is a ratio

@@ -230,7 +230,8 @@ class Ours:
         from rlsvc.spec.env import GymnasiumSpec
         from rlsvc.spec.replay import ReplaySpec
         from rlsvc.spec.rollout import RolloutSpec
-        from rlsvc.train.rollout import Acting, RayRollouts
+        from rlsvc.train.rollout import RayRollouts
+        from rlsvc.train.rollout_worker import Acting
 
         env = GymnasiumSpec(id=env_id)
         probe = make_env(env)

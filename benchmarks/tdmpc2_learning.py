@@ -46,7 +46,7 @@ EPISODE = 500
 
 
 def main() -> None:
-    """One task in this process; several in one process each, on a GPU of its own."""
+    """One task in this process; several in a process each, spread over the GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 class SeedsRunner:
-    """The runner of a worker whose environments belong to one seed each; `after` runs once actions are known."""
+    """The runner of a worker whose environments belong to one seed each; `after` runs once the plan is under way."""
 
     version = "0"
 
@@ -116,7 +116,7 @@ def run(task: str, args: argparse.Namespace) -> None:
     from rlsvc.policies.api import ActOptions
     from rlsvc.spec.compose import compose
     from rlsvc.store import checkpoint
-    from rlsvc.train.rollout import Acting, RolloutWorker
+    from rlsvc.train.rollout_worker import Acting, RolloutWorker
 
     setup_jax("auto")
     spec = compose(["experiment=tdmpc2_walker_walk", f"env.task={task}", f"precision={args.precision}", *args.override])
@@ -191,6 +191,10 @@ def run(task: str, args: argparse.Namespace) -> None:
         states, meta = checkpoint.load(folder, done, states)
         curve, training, evaluating = meta["curve"], meta["training_s"], meta["evaluating_s"]
         starts = meta["starts"] + 1
+        if meta["seeds"] != args.seeds:
+            raise SystemExit(
+                f"{folder}: a run of the seeds {meta['seeds']}, got {args.seeds}; use its seeds or delete it"
+            )
         for chunk in journal.read(0, meta["cursor"]):
             replay.add(chunk)
         print(f"{task}: goes on from {2 * done} env steps", flush=True)
@@ -252,7 +256,8 @@ def run(task: str, args: argparse.Namespace) -> None:
         nonlocal training, mark
         training, mark = training + time.monotonic() - mark, time.monotonic()
         clocks = {"training_s": training, "evaluating_s": evaluating}
-        checkpoint.save(folder, done, states, {"curve": curve, "starts": starts, "cursor": len(journal), **clocks})
+        counters = {"starts": starts, "cursor": len(journal), "seeds": args.seeds, "curve": curve}
+        checkpoint.save(folder, done, states, {**counters, **clocks})
         checkpoint.prune(folder, 1, set())
         mark = time.monotonic()
 
@@ -283,12 +288,13 @@ def run(task: str, args: argparse.Namespace) -> None:
             save()
             print(f"{task}: stopped at {2 * done} env steps; run again to go on", flush=True)
             break
+    else:
+        store(task, curve, args)
     worker.close()
     judge.close()
     journal.close()
-    if done == args.decisions:
-        shutil.rmtree(folder)
-    store(task, curve, args)
+    if checkpoint.steps(folder)[-1:] != [done]:
+        shutil.rmtree(folder)  # it has come to its end, and is not gone on with
 
 
 def store(task: str, curve: list[dict[str, Any]], args: argparse.Namespace) -> None:

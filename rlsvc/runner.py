@@ -115,7 +115,6 @@ class PolicyRunner:
         import jax.numpy as jnp
 
         from rlsvc.nn.backend import setup_jax
-        from rlsvc.nn.params import unflatten_params
         from rlsvc.policies import ActOptions, make_policy
 
         setup_jax(device)
@@ -126,11 +125,11 @@ class PolicyRunner:
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
         options = ActOptions(sample_steps=sample_steps, explore=explore)
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
-        tree = jax.tree.structure(self._like)
+        self._tree = tree = jax.tree.structure(self._like)
         # Leaves, since to flatten nnx states takes as long as a tenth of a planner's call.
         self._weights: list[Any] = []
         if bundle.params:
-            self._weights = jax.tree.leaves(jax.device_put(unflatten_params(bundle.params, self._like)))
+            self.set_params(dict(bundle.params), bundle.id)
 
         def act(weights: list[Any], observation: dict[str, Any], seeds: Any, steps: Any, carry: Any) -> Any:
             params = jax.tree.unflatten(tree, weights)
@@ -155,22 +154,26 @@ class PolicyRunner:
         Raises:
             BundleError: weights, contract, normaliser or specification are those of another policy.
         """
-        from rlsvc.nn.params import unflatten_params
-
         for name in COMPILED:
             if _compiled(bundle, name) != self._compiled[name]:
                 what = "normaliser" if name == "normalizer" else name
                 raise BundleError(f"bundle {bundle.path}: its {what} is not that of {self.version[:12]}; load it anew")
-        self.set_params(unflatten_params(bundle.params, self._like), bundle.id)
+        self.set_params(dict(bundle.params), bundle.id)
 
     def set_params(self, params: Any, version: str) -> None:
-        """Act with these weights from now on: a pytree like the policy's own, or host arrays by name."""
+        """Act with these weights from now on: a pytree like the policy's own, or host arrays by name.
+
+        Raises:
+            BundleError: arrays by name that do not fit the policy; names the first.
+            ValueError: a pytree of another structure.
+        """
         import jax
 
         from rlsvc.nn.params import unflatten_params
 
         named = isinstance(params, dict) and all(isinstance(value, np.ndarray) for value in params.values())
-        self._weights = jax.tree.leaves(jax.device_put(unflatten_params(params, self._like) if named else params))
+        tree = unflatten_params(params, self._like) if named else params
+        self._weights = jax.device_put(self._tree.flatten_up_to(tree))
         self.version = version
 
     @classmethod

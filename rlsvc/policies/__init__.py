@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import unknown_name
-from rlsvc.policies.api import ActOptions, Policy, SupervisedPolicy
+from rlsvc.policies.api import PRECISIONS, ActOptions, Policy, SupervisedPolicy
 from rlsvc.policies.diffusion import DiffusionPolicy
 from rlsvc.policies.tdmpc2 import TDMPC2Policy
 from rlsvc.spec.diffusion import DiffusionSpec
@@ -18,7 +16,6 @@ from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 __all__ = ["POLICIES", "ActOptions", "Policy", "SupervisedPolicy", "make_policy"]
 
 POLICIES = {"diffusion": (DiffusionSpec, DiffusionPolicy), "tdmpc2": (TDMPC2PolicySpec, TDMPC2Policy)}
-PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "fp32") -> Policy:

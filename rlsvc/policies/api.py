@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from rlsvc.core.contract import Contract
@@ -20,6 +21,9 @@ from rlsvc.data.windows import Batch
 Params = Any
 Carry = Any
 Metrics = dict[str, jax.Array]
+
+PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+"""Types of matrix products by the name that a specification gives them."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from rlsvc.core.errors import ContractError
 from rlsvc.nn.distributions import TwoHot, bounded_log_std
 from rlsvc.nn.mlps import ConvEncoder, Layer, Mlps, normed, simnorm
 from rlsvc.nn.vision import augment_window
-from rlsvc.policies.api import ActOptions, Params
+from rlsvc.policies.api import PRECISIONS, ActOptions, Params
 from rlsvc.spec.diffusion import VisionSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 
@@ -255,9 +255,9 @@ class TDMPC2Policy:
 
     @property
     def plan_dtype(self) -> DTypeLike:
-        """Of the products of acting."""
+        """Of the matrix products of acting, by planner or prior."""
         if self.spec.plan_precision is not None:
-            return {"fp32": jnp.float32, "bf16": jnp.bfloat16}[self.spec.plan_precision]
+            return PRECISIONS[self.spec.plan_precision]
         return jnp.bfloat16 if jax.default_backend() == "gpu" else self.dtype
 
     def init(self, key: Key[Array, ""]) -> Params:

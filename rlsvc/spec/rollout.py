@@ -1,4 +1,7 @@
-"""Rollout workers: who steps the environments, who acts in them, how far they may run ahead (train/rollout.py)."""
+"""Rollout workers: who steps the environments, who acts in them, how far they may run ahead.
+
+They are rlsvc/train/rollout_worker.py; the driver's side of them is rlsvc/train/rollout.py.
+"""
 
 from __future__ import annotations
 

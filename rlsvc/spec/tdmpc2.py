@@ -104,8 +104,8 @@ class TDMPC2PolicySpec(Spec):
     evaluation: Literal["elite", "mean"] = "elite"
     """Without exploration: an elite drawn by its weight, as the authors' program does, or the planner's mean."""
     plan_precision: Literal["fp32", "bf16"] | None = None
-    """Of the planner's matrix products; null is bf16 on a GPU and the run's precision elsewhere. Weights, norms and
-    values stay float32."""
+    """Of the matrix products of acting; null is bf16 on a GPU and the run's precision elsewhere. Weights, norms and
+    values stay float32, and so does learning unless the run's precision says otherwise."""
 
     @property
     def widths(self) -> Widths:

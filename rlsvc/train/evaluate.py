@@ -8,6 +8,7 @@ Letters: E episodes, B batch, T observation steps, H actions of a chunk.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from rlsvc.envs.make import make_env
 from rlsvc.runner import Runner, take_rows
 from rlsvc.spec.env import EnvSpec
 from rlsvc.train.workers import EpisodeResult, WorkerLost, Workers
+
+log = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
 
@@ -109,6 +112,7 @@ def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: i
                 episodes += _wave(runner, workers, wave)
                 break
             except WorkerLost as lost:
+                log.warning("evaluation: %s; the wave runs again", lost, exc_info=lost.__cause__)
                 if attempt == MAX_RETRIES:
                     raise UserError(
                         f"evaluation: {lost}, {MAX_RETRIES + 1} times with the seeds {wave[0]} to {wave[-1]}; "

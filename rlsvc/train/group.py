@@ -76,8 +76,8 @@ class Mailbox:
         """From a rank, before it begins: the actor that it runs in."""
         self._ranks.append(handle)
 
-    async def leave(self) -> list[Any]:
-        """For the driver: actors of all ranks that ever joined, which it is about to kill."""
+    async def take_ranks(self) -> list[Any]:
+        """For the driver: actors of all ranks that joined since it asked last, which it is about to kill."""
         ranks, self._ranks = self._ranks, []
         return ranks
 
@@ -233,7 +233,6 @@ class RayGroup:
         self._attempt = 0
         self._failure: str | None = None
         self._thread: threading.Thread | None = None
-        self.hung, self.controllers_lost = 0, 0
 
     def start(self) -> int:
         """See LearnerGroup."""
@@ -268,9 +267,8 @@ class RayGroup:
         """All of them: they wait for each other, so that nobody knows which one hangs."""
         import ray
 
-        self.hung += 1
         logger.warning("learner ranks did not do an order (%s) within learner.timeout_s; they are killed", what)
-        for rank in ray.get(self._mailbox.leave.remote()):
+        for rank in ray.get(self._mailbox.take_ranks.remote()):
             ray.kill(rank)
 
     def _with_params(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -321,16 +319,13 @@ class RayGroup:
         """Until training ended or failed for good; a controller that died is replaced, which restarts its ranks."""
         import ray.exceptions
 
-        while True:
+        for left in range(self.spec.learner.max_failures, -1, -1):
             try:
                 _make_trainer(self.spec, self._run_dir, self._config).fit()
-            except ray.exceptions.RayActorError:
-                self.controllers_lost += 1
-                if self.controllers_lost <= self.spec.learner.max_failures:
+            except Exception as error:
+                if isinstance(error, ray.exceptions.RayActorError) and left:
                     logger.warning("Ray Train's controller died; the learner group starts again")
                     continue
-                self._failure = traceback.format_exc()
-            except Exception:
                 self._failure = traceback.format_exc()
             return
 

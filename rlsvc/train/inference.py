@@ -249,7 +249,7 @@ def make_central(acting: Any, rows: int, wait_s: float, gpus: float) -> Any:
     """Start the central actor.
 
     Args:
-        acting: a `rlsvc.train.rollout.Acting`.
+        acting: a `rlsvc.train.rollout_worker.Acting`.
         rows: observations of all workers together, the largest batch.
         wait_s: see CentralInference.
         gpus: that Ray holds for it.

@@ -36,7 +36,7 @@ from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
 from rlsvc.store.bundle import write_bundle
 from rlsvc.train.orchestrator import Order
-from rlsvc.train.rollout import extra_columns
+from rlsvc.train.rollout_worker import extra_columns
 
 DEVICE_SHARE = 0.5
 """Largest share of accelerator memory that "auto" placement gives to the dataset."""

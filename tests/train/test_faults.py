@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -22,13 +21,13 @@ def test_no_acknowledged_transition_is_lost_or_doubled_through_twenty_faults(roo
         capture_output=True,
         text=True,
         timeout=1400,
-        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "20 faults survived" in done.stdout
     parts = re.findall(r"(\d+) transitions acknowledged, 0 lost, 0 doubled, 0 that", done.stdout)
-    assert len(parts) == 2
-    assert all(int(count) > 500 for count in parts), parts
+    plane, whole_run = (int(count) for count in parts)
+    assert plane > 1000
+    assert whole_run > 500
     held_up = re.search(r"held up for ([0-9.]+) s", done.stdout)
     assert held_up
     assert float(held_up[1]) < 2.0

@@ -21,7 +21,8 @@ from rlsvc.spec.compose import compose
 from rlsvc.train import orchestrator
 from rlsvc.train.learner import SequenceData
 from rlsvc.train.orchestrator import GroupRestarted, Orchestrator
-from rlsvc.train.rollout import Acting, LocalRollouts, next_incarnations
+from rlsvc.train.rollout import LocalRollouts, next_incarnations
+from rlsvc.train.rollout_worker import Acting
 
 SEED = "{name: seed, type: online, acting: random, hooks: {collect: 1}, duration_steps: 12}"
 PRETRAIN = "{name: pretrain, type: offline, hooks: {update: 1}, duration_updates: 6}"

@@ -17,7 +17,7 @@ from rlsvc.data.replay import Replay
 from rlsvc.envs.make import make_env
 from rlsvc.spec.env import GymnasiumSpec
 from rlsvc.spec.replay import ReplaySpec
-from rlsvc.train.rollout import Acting, RolloutWorker
+from rlsvc.train.rollout_worker import Acting, RolloutWorker
 
 
 class Scripted:
