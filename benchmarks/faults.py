@@ -326,7 +326,7 @@ class WholeRun:
             for kind in kinds:
                 begin = time.monotonic()
                 if kind in PROCESSES:
-                    self._signal(*PROCESSES[kind], rng)
+                    self._await_end(self._signal(*PROCESSES[kind], rng), stop, kind)
                     self._await_work(stop, kind)
                 elif kind == "fill the object store":
                     self._fill(lambda kind=kind: self._await_work(stop, kind))
@@ -345,8 +345,18 @@ class WholeRun:
         finally:
             stop.set()
 
+    @staticmethod
+    def _await_end(victim: Any, stop: threading.Event, what: str) -> None:
+        """Wait until the process is gone: one that was stopped has then been found out and killed."""
+        deadline = time.monotonic() + SURVIVAL_S
+        while _alive(victim):
+            if stop.wait(0.2):
+                raise RuntimeError(f"{what}: the run ended")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{what}: process {victim.pid} was not replaced within {SURVIVAL_S:.0f} s")
+
     def _await_work(self, stop: threading.Event, what: str) -> None:
-        """Wait for new steps and updates that can only come from after the fault."""
+        """Wait for new steps and updates, twice, since what was on its way before may still arrive."""
         for _ in range(2):
             steps, updates = self._env_steps, self._updates
             deadline = time.monotonic() + SURVIVAL_S
@@ -357,16 +367,17 @@ class WholeRun:
                     raise RuntimeError(f"{what}: no work for {SURVIVAL_S:.0f} s, the fault was not survived")
 
     @staticmethod
-    def _signal(title: str, number: signal.Signals, rng: np.random.Generator) -> None:
+    def _signal(title: str, number: signal.Signals, rng: np.random.Generator) -> Any:
+        """Send a signal to one of the processes whose title holds this; that process."""
         import psutil
 
         deadline = time.monotonic() + SURVIVAL_S
         while time.monotonic() < deadline:
             own = psutil.Process().children(recursive=True)
-            victims = [p.pid for p in own if title in " ".join(p.cmdline())]
-            if victims:
-                os.kill(victims[int(rng.integers(len(victims)))], number)
-                return
+            if victims := [p for p in own if title in _title(p)]:
+                victim = victims[int(rng.integers(len(victims)))]
+                victim.send_signal(number)
+                return victim
             time.sleep(0.2)
         raise RuntimeError(f"there is no process '{title}' to signal")
 
@@ -402,6 +413,24 @@ class WholeRun:
         self._restore()
         ray.shutdown()
         self.cluster.shutdown()
+
+
+def _alive(process: Any) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _title(process: Any) -> str:
+    import psutil
+
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
 
 
 def audit(
