@@ -39,7 +39,7 @@ from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.replay_table import replay_from_table
-from rlsvc.nn.backend import setup_jax
+from rlsvc.nn.backend import for_host, on_device, setup_jax
 from rlsvc.policies import ActOptions, make_policy
 from rlsvc.policies.tdmpc2 import TDMPC2Policy
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec, TDMPC2Spec
@@ -97,7 +97,7 @@ class Ours:
         self.state = jax.jit(self.algorithm.init)(jax.random.key(0))
         self.tree = jax.tree.structure(self.state.params)
         self.data = random_replay()
-        self.act = jax.jit(partial(policy.act, options=ActOptions(explore=True)))
+        self.plan = jax.jit(self._plan, out_shardings=(for_host(), on_device()))  # as PolicyRunner does it
         self.rng = np.random.default_rng(0)
         self.carry: dict[int, Any] = {}
         self.calls = 0
@@ -124,8 +124,7 @@ class Ours:
         self.carry[batch] = carry
         return elapsed * 1e3
 
-    @partial(jax.jit, static_argnums=0)
-    def plan(self, weights: list[Any], observation: dict[str, Any], carry: Any, call: Any) -> tuple[Any, Any]:
+    def _plan(self, weights: list[Any], observation: dict[str, Any], carry: Any, call: Any) -> tuple[Any, Any]:
         """Actions and the next carry."""
         params = jax.tree.unflatten(self.tree, weights)
         keys = jax.random.split(jax.random.fold_in(self.key, call), carry.shape[0])
@@ -137,7 +136,7 @@ class Ours:
         update = self.algorithm._update.lower(self.state, self.data, self.key, num_updates=self.updates)  # pyright: ignore[reportPrivateUsage]
         carry = self.policy.initial_carry(1)
         observation = {"observation.state": jnp.zeros((1, 1, OBS))}
-        plan = self.plan.lower(self, jax.tree.leaves(self.state.params), observation, carry, np.uint32(0))
+        plan = self.plan.lower(jax.tree.leaves(self.state.params), observation, carry, np.uint32(0))
         return {"update": count_kernels(update.compile()), "plan": count_kernels(plan.compile())}
 
 

@@ -114,7 +114,7 @@ class PolicyRunner:
         import jax
         import jax.numpy as jnp
 
-        from rlsvc.nn.backend import setup_jax
+        from rlsvc.nn.backend import for_host, on_device, setup_jax
         from rlsvc.policies import ActOptions, make_policy
 
         setup_jax(device)
@@ -131,7 +131,8 @@ class PolicyRunner:
         if bundle.params:
             self.set_params(dict(bundle.params), bundle.id)
 
-        def act(weights: list[Any], observation: dict[str, Any], seeds: Any, steps: Any, carry: Any) -> Any:
+        def act(weights: list[Any], observation: dict[str, Any], clock: Any, carry: Any) -> Any:
+            seeds, steps = clock  # one array: every one that comes from the host takes its own copy
             params = jax.tree.unflatten(tree, weights)
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
             normal = {key: normalizer.normalize(key, x, which) for key, x in observation.items()}
@@ -144,7 +145,8 @@ class PolicyRunner:
             action, carry, extras = policy.act(params, normal, carry, keys, options)
             return normalizer.unnormalize("action", action, which), extras, carry
 
-        self._act = jax.jit(act)
+        host = for_host()
+        self._act = jax.jit(act, out_shardings=(host, host, on_device()))
         self.initial_carry = policy.initial_carry
         self._initial = {size: policy.initial_carry(size) for size in self.batch_sizes}
 
@@ -229,7 +231,7 @@ class PolicyRunner:
 
         if carry is None:
             carry = self._initial[len(seeds)]
-        action, extras, carry = self._act(self._weights, observation, seeds, steps, carry)
+        action, extras, carry = self._act(self._weights, observation, np.stack([seeds, steps]), carry)
         action, extras = jax.device_get((action, extras))
         return ActionChunk(action, self.version, carry, extras)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlsvc.core.cache import cache_dir
 from rlsvc.core.errors import UserError
@@ -32,3 +33,17 @@ def setup_jax(device: str = "auto") -> str:
             "or use device=cpu; `rlsvc doctor` says what is missing."
         )
     return platform
+
+
+def for_host() -> Sharding:
+    """Where a compiled function puts what the host reads next, as its `out_shardings`.
+
+    Pinned host memory on a GPU, written by the program itself: a copy after the call takes a fifth of a planner's time.
+    """
+    device = jax.devices()[0]
+    return SingleDeviceSharding(device, memory_kind="pinned_host" if device.platform == "gpu" else None)
+
+
+def on_device() -> Sharding:
+    """The first device's own memory, as `out_shardings` takes it beside `for_host`."""
+    return SingleDeviceSharding(jax.devices()[0])
