@@ -89,15 +89,19 @@ def train(
     Raises:
         UserError: anything in the specification, data or machine that does not fit; nothing already saved is lost.
     """
-    folder = _prepare_folder(spec)
+    _check_folder(spec)
     contract = _env_contract(spec)
+    placed = spec
     if not local:
         ensure_ray()
-        spec = place_on_gpus(spec, cluster_gpus())
-        check_resources(spec)
+        placed = place_on_gpus(spec, cluster_gpus())
+        check_resources(placed)
+    folder = _prepare_folder(spec)
+    spec = placed
     stop = stop or threading.Event()
     status: Status = "failed"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_begun(folder))
         tracker = make_tracker(spec, folder, resume=spec.resume)
         stack.callback(lambda: tracker.close(status))
         group: LearnerGroup = (LocalGroup if local else RayGroup)(spec, folder, contract)
@@ -268,31 +272,47 @@ def _env_contract(spec: RunSpec) -> Contract | None:
         env.close()
 
 
-def _prepare_folder(spec: RunSpec) -> Path:
-    """The run's folder with spec.yaml; refuses one in use by another specification."""
+def _check_folder(spec: RunSpec) -> None:
+    """Refuse a folder that another run has."""
     folder = run_dir(spec)
     stored = folder / "spec.yaml"
-    if stored.exists() and spec.overwrite:
-        shutil.rmtree(folder)
-    elif stored.exists() and not spec.resume:
+    if stored.exists() and not (spec.overwrite or spec.resume):
         raise BusyError(
             f"{folder} holds a run already. Go on with it (--resume), delete it first (--overwrite), "
             "or choose another name=..."
         )
-    elif stored.exists():
+    if stored.exists() and not spec.overwrite:
         _check_resumable(spec, compose([str(stored)]), stored)
-    elif spec.resume:
+    elif spec.resume and not stored.exists():
         raise UserError(f"--resume: there is no run in {folder}; start it without --resume")
+
+
+def _prepare_folder(spec: RunSpec) -> Path:
+    """The run's folder with spec.yaml."""
+    folder = run_dir(spec)
+    if spec.overwrite and (folder / "spec.yaml").exists():
+        shutil.rmtree(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".spec.{os.getpid()}.tmp"
         partial.write_text(to_yaml(spec.replace(resume=False, overwrite=False)))
-        partial.replace(stored)
+        partial.replace(folder / "spec.yaml")
     except OSError as error:
         raise UserError(
             f"{folder}: the run folder cannot be written ({error.strerror}); choose another root=... or free some space"
         ) from error
     return folder
+
+
+@contextlib.contextmanager
+def _begun(folder: Path) -> Iterator[None]:
+    """What is refused before anything was saved is no run: its folder is free for the mended specification."""
+    try:
+        yield
+    except UserError:
+        if not any((folder / "checkpoints").glob("*")) and not any((folder / "journal").glob("*.journal")):
+            (folder / "spec.yaml").unlink(missing_ok=True)
+        raise
 
 
 def _check_resumable(spec: RunSpec, old: RunSpec, stored: Path) -> None:

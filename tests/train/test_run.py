@@ -89,9 +89,20 @@ def test_a_policy_that_sees_what_the_environment_does_not_give_is_refused_before
         train(make_spec("env.observation=state"), local=True)
 
 
-def test_a_dataset_that_is_not_there_is_named(make_spec):
+def test_a_dataset_that_is_not_there_is_named_and_leaves_the_name_of_the_run_free(make_spec):
     with pytest.raises(DatasetError, match="nowhere"):
         train(make_spec("data.datasets=[{path: nowhere}]"), local=True)
+    assert train(make_spec("env=null", "total_steps=4"), local=True).step == 4
+
+
+def test_an_error_after_the_first_checkpoint_leaves_a_run_that_resumes(make_spec):
+    def refuse(step: int, metrics: object) -> None:
+        if any((run_dir(make_spec()) / "checkpoints").glob("*")):
+            raise UserError("enough")
+
+    with pytest.raises(UserError, match="enough"):
+        train(make_spec("env=null", "total_steps=8", "checkpoint.interval=2"), local=True, on_metrics=refuse)
+    assert train(make_spec("env=null", "total_steps=8", "resume=true"), local=True).step == 8
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(make_spec, tmp_path):
