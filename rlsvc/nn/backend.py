@@ -40,10 +40,10 @@ def for_host() -> Sharding:
 
     Pinned host memory on a GPU, written by the program itself: a copy after the call takes a fifth of a planner's time.
     """
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     return SingleDeviceSharding(device, memory_kind="pinned_host" if device.platform == "gpu" else None)
 
 
 def on_device() -> Sharding:
     """The first device's own memory, as `out_shardings` takes it beside `for_host`."""
-    return SingleDeviceSharding(jax.devices()[0])
+    return SingleDeviceSharding(jax.local_devices()[0])
