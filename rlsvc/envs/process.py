@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 # Making and resetting load models and scenes.
 SLOW_FACTOR = 10
+# A process imports its simulator first, which on a busy machine takes longer than any step.
+START_S = 60.0
 MEMORY_INTERVAL_S = 1.0
 
 
@@ -67,7 +69,7 @@ class Child:
             self._process = _spawner().submit(_start, command, theirs.fileno(), environment).result()
         self._channel = Channel(mine)
         here = spec.replace(isolation="none", runtime=None, max_memory_mb=None)
-        self.ask({"do": "make", "spec": here.model_dump(mode="json")}, SLOW_FACTOR)
+        self.ask({"do": "make", "spec": here.model_dump(mode="json")}, max(SLOW_FACTOR, START_S / self._timeout_s))
 
     @property
     def pid(self) -> int:

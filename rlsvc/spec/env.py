@@ -52,7 +52,7 @@ class EnvBase(Spec):
     """Python module to import first, one that registers environments."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Time after which a simulator in a process of its own counts as hanging; making and resetting it get ten times
-    that."""
+    that, making it at least a minute."""
     isolation: Literal["none", "process"] = "none"
     """none: in the worker's process, so that only errors and NaN are survived; process: each simulator in a process of
     its own, killed and made anew when it hangs or dies."""
@@ -149,7 +149,8 @@ class LiberoSpec(EnvBase):
     max_steps: int | None = Field(default=300, ge=1)
     """Steps after which an episode is truncated."""
     step_timeout_s: float = Field(default=60.0, gt=0)
-    """Time after which the simulator counts as hanging; making and resetting it get ten times that."""
+    """Time after which the simulator counts as hanging; making and resetting it get ten times that, making it
+    at least a minute."""
     runtime: RuntimeSpec | None = LIBERO_RUNTIME
     """Its packages: about 2 GB, installed on first use."""
 
