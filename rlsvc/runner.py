@@ -116,6 +116,7 @@ class PolicyRunner:
 
         from rlsvc.nn.backend import for_host, on_device, setup_jax
         from rlsvc.policies import ActOptions, make_policy
+        from rlsvc.policies.api import normalize_observation
 
         setup_jax(device)
         self.contract, self.version, self.name = bundle.contract, bundle.id, str(bundle.policy["name"])
@@ -135,7 +136,7 @@ class PolicyRunner:
             seeds, steps = clock  # one array: every one that comes from the host takes its own copy
             params = jax.tree.unflatten(tree, weights)
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
-            normal = {key: normalizer.normalize(key, x, which) for key, x in observation.items()}
+            normal = normalize_observation(observation, normalizer, which)
             begins = steps == 0
 
             def where_begun(initial: Any, old: Any) -> Any:

@@ -8,6 +8,7 @@ Letters: B batch, T observation steps, H executed actions, A action dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,14 +17,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from rlsvc.core.contract import Contract
+from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Batch
 
 Params = Any
 Carry = Any
 Metrics = dict[str, jax.Array]
 
+PROMPT_TOKENS, PROMPT_MASK = "prompt_tokens", "prompt_mask"
+"""What a text becomes before a policy sees it: [B, T, L] int32 tokens, and bools that are False for padding."""
+
 PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 """Types of matrix products by the name that a specification gives them."""
+
+
+PREPARED = (PROMPT_TOKENS, PROMPT_MASK)
+"""What the host made for the policy, which is not normalised."""
+
+
+def normalize_observation(observation: Mapping[str, Any], normalizer: Normalizer, group: Any = 0) -> dict[str, Any]:
+    """Every feature normalised, float32, but for what was prepared from texts. `group`: as in `Normalizer.normalize`."""
+    return {k: x if k in PREPARED else normalizer.normalize(k, x, group) for k, x in observation.items()}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,20 @@ from rlsvc.spec.base import Spec
 from rlsvc.spec.optim import EmaSpec, OptimizerSpec, ScheduleSpec
 
 
+class WeightsSpec(Spec):
+    """Trained weights to begin with. A weight that is missing or not known is an error, unless it is named here."""
+
+    path: str
+    """A bundle; for pi0 also a folder of an openpi checkpoint (its `params`), PaliGemma's .npz, or a .safetensors file
+    of LeRobot."""
+    only: tuple[str, ...] = (".*",)
+    """Regular expressions of the weights to take; the others begin fresh."""
+    may_lack: tuple[str, ...] = ()
+    """Regular expressions of weights that may be missing there, and then begin fresh ("expert.*" for PaliGemma's)."""
+    may_ignore: tuple[str, ...] = ()
+    """Regular expressions of weights there that this policy has no use for, by their own names."""
+
+
 class ImitationSpec(Spec):
     """Behaviour cloning; the defaults are those of Diffusion Policy (arXiv:2303.04137, CNN, low-dimensional PushT)."""
 
@@ -24,3 +38,7 @@ class ImitationSpec(Spec):
     """Of the learning rate."""
     ema: EmaSpec | None = EmaSpec()
     """null trains and acts with the raw weights."""
+    weights: WeightsSpec | None = None
+    """Trained weights to fine-tune; null begins with fresh ones."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions of weights that are not trained ("vision.*"); what a low-rank adaptation adapts never is."""

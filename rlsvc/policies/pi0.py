@@ -1,0 +1,338 @@
+"""pi0 (Black et al., arXiv:2410.24164) and pi0.5 (arXiv:2504.16054): a vision-language model that flows to actions.
+
+A SigLIP tower and a Gemma backbone read images and prompt; a smaller Gemma expert reads noisy actions and looks at the
+backbone's keys and values, never the other way round. With noise eps and t ~ Beta(1.5, 1) scaled to (0.001, 1], the
+expert learns the velocity of
+    x_t = t eps + (1 - t) a,    v = eps - a,    loss = |v(x_t, t, o) - v|^2,
+so t = 1 is noise and t = 0 the actions (the other way round than in the paper, as in its published weights). Acting
+runs Euler steps from 1 to 0 over the backbone's keys and values, which are computed once.
+pi0 gives the expert a token of the state, and mixes the time into every action token; pi0.5 tells the state in the
+prompt, and the time to the expert's norms.
+
+Departure: padded actions have no loss (published: the last one is learnt again and again); padded dimensions have one,
+as published, since sampling integrates them too.
+
+Letters: B batch, C cameras, S tokens of an image, L tokens of a prompt, P tokens of images and prompt, H horizon,
+A action dimensions with padding, W width of the expert.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Key
+
+from rlsvc.core.contract import TEXT, Contract
+from rlsvc.core.errors import ContractError
+from rlsvc.data.windows import Batch
+from rlsvc.nn.gemma import Cache, Expert, block_mask, positions_of, transformer
+from rlsvc.nn.images import augment_image, resize_with_pad
+from rlsvc.nn.layers import Linear
+from rlsvc.nn.siglip import Siglip
+from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS, ActOptions, Metrics, Params
+from rlsvc.spec.pi0 import Pi0Spec
+
+MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
+CAMERA_MASK = "_mask"
+"""A bool of the contract with a camera's name and this says whether that camera's image is there."""
+
+
+def time_features(t: Float[Array, " n"], dim: int) -> Float[Array, "n dim"]:
+    """Sines, then cosines, of t, with periods from 0.004 to 4 in geometric steps; float32."""
+    period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** jnp.linspace(0.0, 1.0, dim // 2)
+    angle = t[:, None] * (2 * jnp.pi / period)[None]
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+
+class Pi0Net(nnx.Module):
+    """Vision tower, backbone, expert, and what brings states, actions and time to the expert's width."""
+
+    def __init__(self, spec: Pi0Spec, contract: Contract, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.spec, self.dtype = spec, dtype
+        self.cameras = cameras(spec, contract)
+        self.vectors = vectors(contract)
+        a, w = action_dim(spec, contract), spec.expert.width
+        pi05 = spec.variant == "pi05"
+        self.vision = Siglip(spec.vision, spec.image_size, spec.backbone.width, dtype=dtype, rngs=rngs)
+        scale = spec.backbone.width**-0.5
+        self.embedding = nnx.Param(
+            jax.random.normal(rngs.params(), (spec.tokenizer.vocab_size, spec.backbone.width)) * scale
+        )
+        self.backbone = Expert(spec.backbone, lora=spec.lora_backbone, dtype=dtype, rngs=rngs)
+        self.expert = Expert(spec.expert, adaptive=pi05, lora=spec.lora_expert, dtype=dtype, rngs=rngs)
+        # The few numbers of a robot stay float32.
+        kw = {"dtype": jnp.float32, "rngs": rngs}
+        self.action_in, self.action_out = Linear(a, w, **kw), Linear(w, a, **kw)
+        self.state_in = None if pi05 else Linear(a, w, **kw)
+        self.time1, self.time2 = Linear(w if pi05 else 2 * w, w, **kw), Linear(w, w, **kw)
+
+    def prefix(
+        self, observation: dict[str, Array], key: Key[Array, ""] | None
+    ) -> tuple[Float[Array, "b p w"], Bool[Array, "b p"]]:
+        """Tokens of images and prompt, and which of them are there. `key`: changes the images, in training."""
+        b = observation[PROMPT_TOKENS].shape[0]
+        images = []
+        for i, name in enumerate(self.cameras):
+            image = resize_with_pad(observation[name], self.spec.image_size)
+            if key is not None and self.spec.augment is not None:
+                moves = self.spec.augment.wrist not in name
+                image = augment_image(image, self.spec.augment, moves, jax.random.fold_in(key, i))
+            images.append(image)
+        tokens, valid = [], []
+        if images:
+            # All cameras in one call of the tower.
+            out = self.vision(jnp.concatenate(images), remat=self.spec.remat and key is not None, unroll=self._unroll)
+            tokens.append(out.reshape(len(images), b, *out.shape[1:]).transpose(1, 0, 2, 3).reshape(b, -1, out.shape[-1]))
+            there = jnp.stack([self._there(observation, name, b) for name in self.cameras], axis=1)
+            valid.append(jnp.repeat(there, out.shape[1], axis=1))
+        prompt = self.embedding[...][observation[PROMPT_TOKENS]].astype(self.dtype)
+        tokens.append(prompt * jnp.asarray(self.spec.backbone.width**0.5, self.dtype))
+        valid.append(observation[PROMPT_MASK])
+        return jnp.concatenate(tokens, axis=1), jnp.concatenate(valid, axis=1)
+
+    @staticmethod
+    def _there(observation: dict[str, Array], camera: str, b: int) -> Bool[Array, " b"]:
+        mask = observation.get(camera + CAMERA_MASK)
+        return jnp.ones(b, bool) if mask is None else mask.reshape(b) > 0.5
+
+    @property
+    def _unroll(self) -> int:
+        # On a GPU a loop over layers costs more than it saves; elsewhere unrolled layers only take longer to compile.
+        return 1
+
+    def suffix(
+        self, observation: dict[str, Array], x: Float[Array, "b h a"], t: Float[Array, " b"]
+    ) -> tuple[Float[Array, "b s w"], Bool[Array, " s"], Float[Array, "b w"] | None]:
+        """The expert's tokens, where their blocks begin, and the condition of its norms."""
+        b, h, _ = x.shape
+        actions, time = self.action_in(x), time_features(t, self.spec.expert.width)
+        starts = jnp.arange(h) == 0
+        if self.state_in is None:
+            return actions, starts, jax.nn.silu(self.time2(jax.nn.silu(self.time1(time))))
+        both = jnp.concatenate([actions, jnp.broadcast_to(time[:, None], actions.shape)], axis=-1)
+        actions = self.time2(jax.nn.silu(self.time1(both)))
+        state = jnp.concatenate([observation[k].reshape(b, -1).astype(jnp.float32) for k in self.vectors], axis=-1)
+        state = self.state_in(padded(state, x.shape[-1]))[:, None]
+        return jnp.concatenate([state, actions], axis=1), jnp.concatenate([jnp.ones(1, bool), starts]), None
+
+    def velocity(
+        self,
+        observation: dict[str, Array],
+        x: Float[Array, "b h a"],
+        t: Float[Array, " b"],
+        cache: Cache,
+        valid: Bool[Array, "b p"],
+    ) -> Float[Array, "b h a"]:
+        """v(x, t) given the keys and values of images and prompt."""
+        tokens, starts, condition = self.suffix(observation, x, t)
+        b, s, _ = tokens.shape
+        own = jnp.broadcast_to(block_mask(jnp.ones((1, s), bool), starts), (b, s, s))
+        seen = jnp.broadcast_to(valid[:, None], (b, s, valid.shape[1]))
+        positions = valid.sum(1, dtype=jnp.int32)[:, None] + jnp.arange(s)[None]
+        (out,), _ = transformer(
+            [self.expert],
+            [tokens],
+            jnp.concatenate([seen, own], axis=-1),
+            positions,
+            conditions=[condition],
+            cache=cache,
+            unroll=self._unroll,
+        )
+        assert out is not None
+        return self.action_out(out[:, -x.shape[1] :])
+
+    def read(self, observation: dict[str, Array]) -> tuple[Cache, Bool[Array, "b p"]]:
+        """Keys and values of images and prompt, and which are there."""
+        tokens, valid = self.prefix(observation, None)
+        mask = valid[:, None] & valid[:, :, None]
+        _, cache = transformer([self.backbone], [tokens], mask, positions_of(valid), unroll=self._unroll)
+        return cache, valid
+
+
+def flow_loss(
+    net: Pi0Net,
+    batch: Batch,
+    noise: Float[Array, "b h a"],
+    t: Float[Array, " b"],
+    key: Key[Array, ""] | None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Mean squared error of the velocity over the actions that are not padded, given noise and times.
+
+    Args:
+        net: with its weights.
+        batch: normalised, with the prompt's tokens; without an axis of observation steps.
+        noise: standard normal.
+        t: in (0, 1].
+        key: changes the images; None leaves them as they are.
+    """
+    observation, actions = batch["observation"], padded(batch["action"], noise.shape[-1])
+    at = t[:, None, None]
+    x = at * noise + (1 - at) * actions
+    prefix, valid = net.prefix(observation, key)
+    suffix, starts, condition = net.suffix(observation, x, t)
+    b, s, _ = suffix.shape
+    valid = jnp.concatenate([valid, jnp.ones((b, s), bool)], axis=1)
+    starts = jnp.concatenate([jnp.zeros(prefix.shape[1], bool), starts])
+    (_, out), _ = transformer(
+        [net.backbone, net.expert],
+        [prefix, suffix],
+        block_mask(valid, starts),
+        positions_of(valid),
+        conditions=[None, condition],
+        remat=net.spec.remat,
+    )
+    assert out is not None
+    error = ((net.action_out(out[:, -x.shape[1] :]) - (noise - actions)) ** 2).mean(-1)
+    mask = batch["mask"]
+    loss = jnp.where(mask, error, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+    return loss, {"loss": loss}
+
+
+def sample(
+    net: Pi0Net, observation: dict[str, Array], noise: Float[Array, "b h a"], steps: int
+) -> Float[Array, "b h a"]:
+    """Euler steps from noise at t = 1 to actions at t = 0, [B, H, A] normalised and padded."""
+    cache, valid = net.read(observation)
+
+    def step(x: Array, i: Array) -> tuple[Array, None]:
+        t = jnp.full(x.shape[0], 1 - i / steps)
+        return x - net.velocity(observation, x, t, cache, valid) / steps, None
+
+    return jax.lax.scan(step, noise, jnp.arange(steps, dtype=jnp.float32))[0]
+
+
+def padded(x: Float[Array, "*b n"], width: int) -> Float[Array, "*b width"]:
+    """Zeros after the last axis up to a width."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def cameras(spec: Pi0Spec, contract: Contract) -> tuple[str, ...]:
+    """Names of the images in the order in which they are read."""
+    return spec.cameras or tuple(key for key, feature in contract.observation.items() if feature.is_image)
+
+
+def vectors(contract: Contract) -> tuple[str, ...]:
+    """Names of the features that are the state, in alphabetical order."""
+    images = {key for key, feature in contract.observation.items() if feature.is_image}
+    return tuple(
+        sorted(
+            key
+            for key, feature in contract.observation.items()
+            if key not in images and feature.dtype != TEXT and key.removesuffix(CAMERA_MASK) not in images
+        )
+    )
+
+
+def action_dim(spec: Pi0Spec, contract: Contract) -> int:
+    """A: the specification's, or the wider of the contract's state and action."""
+    return spec.action_dim or max(_state_width(contract), contract.action.shape[0])
+
+
+def _state_width(contract: Contract) -> int:
+    return sum(int(np.prod(contract.observation[key].shape)) for key in vectors(contract))
+
+
+class Pi0Policy:
+    """The policy of `rlsvc.policies.api`, static; weights are the nnx state of a Pi0Net."""
+
+    def __init__(self, spec: Pi0Spec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
+        """Check that the contract fits the specification.
+
+        Raises:
+            ContractError: cameras that are not there, a state or action that is too wide or of another kind, no prompt,
+                or step counts that differ.
+        """
+        images = [key for key, feature in contract.observation.items() if feature.is_image]
+        for name in spec.cameras or ():
+            if name not in images:
+                raise ContractError(
+                    f"policy.cameras names '{name}', which is no image of the contract; it has: {', '.join(images)}"
+                )
+        if spec.cameras is not None and len(spec.cameras) != len(images):
+            left = next(name for name in images if name not in spec.cameras)
+            raise ContractError(
+                f"policy.cameras has {len(spec.cameras)} cameras, the contract {len(images)}: '{left}' is not named; "
+                "name it, or leave it out of data.observation"
+            )
+        for name in images:
+            if contract.observation[name].shape[-1] != 3:
+                raise ContractError(f"observation '{name}': got {contract.observation[name].shape[-1]} channels, expected 3")
+        texts = [key for key, feature in contract.observation.items() if feature.dtype == TEXT]
+        if len(texts) != (spec.prompt is None):
+            raise ContractError(
+                f"the pi0 policy needs one prompt: the contract has {len(texts)} texts ({', '.join(texts) or 'none'}) "
+                f"and policy.prompt is {'not ' if spec.prompt is None else ''}set; add task to data.observation or set "
+                "policy.prompt, not both"
+            )
+        if len(contract.action.shape) != 1 or not contract.action.dtype.startswith("float"):
+            raise ContractError(
+                f"action: got {contract.action.dtype} of shape {contract.action.shape}; the pi0 policy gives one vector "
+                "of floats"
+            )
+        width = action_dim(spec, contract)
+        for what, got in (("state", _state_width(contract)), ("action", contract.action.shape[0])):
+            if got > width:
+                raise ContractError(f"{what}: {got} numbers do not fit into policy.action_dim = {width}")
+        if (contract.n_obs_steps, contract.action_horizon) != (spec.n_obs_steps, spec.n_action_steps):
+            raise ContractError(
+                f"contract has n_obs_steps = {contract.n_obs_steps}, action_horizon = {contract.action_horizon}; "
+                f"the policy has n_obs_steps = {spec.n_obs_steps}, n_action_steps = {spec.n_action_steps}"
+            )
+        self.spec, self.contract, self.dtype = spec, contract, dtype
+        self.action_dim = width
+        self.text = texts[0] if texts else None
+
+    def _net(self, key: Key[Array, ""]) -> Pi0Net:
+        return Pi0Net(self.spec, self.contract, dtype=self.dtype, rngs=nnx.Rngs(params=key))
+
+    @cached_property
+    def _graph(self) -> nnx.GraphDef:
+        return nnx.split(nnx.eval_shape(lambda: self._net(jax.random.key(0))))[0]
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Fresh float32 weights."""
+        return nnx.state(self._net(key))
+
+    def net(self, params: Params) -> Pi0Net:
+        """The net with these weights."""
+        return nnx.merge(self._graph, params)
+
+    def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
+        """`flow_loss` with these weights, and noise and times drawn from the key."""
+        augment_key, noise_key, time_key = jax.random.split(key, 3)
+        b, h, _ = batch["action"].shape
+        noise = jax.random.normal(noise_key, (b, h, self.action_dim))
+        t = jax.random.beta(time_key, 1.5, 1.0, (b,)) * 0.999 + 0.001
+        batch = {**batch, "observation": _newest(batch["observation"])}
+        return flow_loss(self.net(params), batch, noise, t, augment_key)
+
+    def initial_carry(self, batch_size: int) -> tuple[()]:
+        """No state: every chunk is sampled from the newest observation alone."""
+        del batch_size
+        return ()
+
+    def act(
+        self,
+        params: Params,
+        observation: dict[str, Array],
+        carry: tuple[()],
+        keys: Key[Array, " b"],
+        options: ActOptions,
+    ) -> tuple[Float[Array, "b h a"], tuple[()], dict[str, Array]]:
+        """The first n_action_steps actions of a chunk, [B, H, A] normalised, in the contract's own dimensions."""
+        steps = self.spec.sample_steps if options.sample_steps is None else options.sample_steps
+        if steps < 1:
+            raise ContractError(f"sample_steps: got {steps}, expected 1 or more")
+        shape = (self.spec.horizon, self.action_dim)
+        noise = jax.vmap(lambda key: jax.random.normal(key, shape))(keys)
+        chunk = sample(self.net(params), _newest(observation), noise, steps)
+        return chunk[:, : self.spec.n_action_steps, : self.contract.action.shape[0]], carry, {}
+
+
+def _newest(observation: dict[str, Array]) -> dict[str, Array]:
+    return {key: x[:, -1] for key, x in observation.items()}
