@@ -5,17 +5,22 @@ Letters: E episodes, T observation steps, H horizon.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlsvc.core.contract import TEXT, Contract, Feature
-from rlsvc.core.errors import DatasetError
+from rlsvc.core.errors import ContractError, DatasetError
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.load import load_table
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Windows
 from rlsvc.spec.data import DataSpec
+
+
+Prepare = Callable[[dict[str, np.ndarray], Normalizer, int], dict[str, np.ndarray]]
+"""Observations by name, with texts, to what a policy sees: the same for the columns of a dataset and for a request."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,18 @@ def split_episodes(num_episodes: int, spec: DataSpec) -> Split:
     return Split(*(tuple(sorted(int(e) for e in part)) for part in (train, validation, heldout)))
 
 
-def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, action_horizon: int) -> Demonstrations:
+def load_demonstrations(
+    spec: DataSpec, *, n_obs_steps: int, horizon: int, action_horizon: int, prepare: Prepare | None = None
+) -> Demonstrations:
     """Read every dataset of the mixture.
 
+    Args:
+        spec: the datasets, and which of their features the policy sees.
+        n_obs_steps, horizon, action_horizon: of the policy.
+        prepare: what the policy needs done with texts; None for a policy that reads none.
+
     Raises:
+        ContractError: a text among the observations, and nobody to read it.
         DatasetError: a dataset that cannot be used, datasets whose features or rates differ, or a feature that is
             missing; the message names dataset and feature.
     """
@@ -93,12 +106,26 @@ def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, actio
     named = {("action" if key == spec.action else key): feature for key, feature in features.items()}
     normalizer = Normalizer.fit(by_group, named, spec.normalization)
 
+    group_of = [groups.index(dataset.group) for dataset in spec.datasets]
+    texts = [key for key in spec.observation if features[key].dtype == TEXT]
+    if texts and prepare is None:
+        raise ContractError(
+            f"observation '{texts[0]}' is a text, which this policy does not read; leave it out of data.observation"
+        )
+
+    def prepared(table: EpisodeTable, group: int) -> EpisodeTable:
+        observation = {key: table.columns[key] for key in spec.observation}
+        if prepare is not None:
+            observation = prepare(observation, normalizer, group)
+        return replace(table, columns={**observation, spec.action: table.columns[spec.action]})
+
     def windows(parts: list[EpisodeTable]) -> Windows:
+        parts = [prepared(table, group) for table, group in zip(parts, group_of, strict=True)]
         return Windows.build(
             parts,
             weights=[dataset.weight for dataset in spec.datasets],
-            groups=[groups.index(dataset.group) for dataset in spec.datasets],
-            observation=spec.observation,
+            groups=group_of,
+            observation=tuple(key for key in parts[0].columns if key != spec.action),
             action=spec.action,
             n_obs_steps=n_obs_steps,
             horizon=horizon,

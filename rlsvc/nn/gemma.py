@@ -140,16 +140,16 @@ def attention(
 
 def transformer(
     experts: Sequence[Expert],
-    tokens: Sequence[Float[Array, "b t w"] | None],
+    tokens: Sequence[Float[Array, "b _t _w"] | None],
     mask: Bool[Array, "b q s"],
     positions: Int[Array, "b q"],
     *,
-    conditions: Sequence[Float[Array, "b w"] | None] = (),
+    conditions: Sequence[Float[Array, "b _w"] | None] = (),
     cache: Cache | None = None,
     insulate: Bool[Array, "q"] | None = None,
     remat: bool = False,
     unroll: int = 1,
-) -> tuple[list[Float[Array, "b t w"] | None], Cache]:
+) -> tuple[list[Float[Array, "b _t _w"] | None], Cache]:
     """All layers of the experts that have tokens.
 
     Args:

@@ -30,7 +30,7 @@ from rlsvc.data.sequence import mix
 from rlsvc.data.windows import Windows
 from rlsvc.nn.backend import setup_jax
 from rlsvc.nn.params import flatten_params
-from rlsvc.policies import make_policy
+from rlsvc.policies import make_policy, make_prepare
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
@@ -160,6 +160,7 @@ class WindowData:
             n_obs_steps=policy.n_obs_steps,
             horizon=policy.horizon,
             action_horizon=policy.n_action_steps,
+            prepare=make_prepare(policy.model_dump(mode="json")),
         )
         self.normalizer = self.demonstrations.normalizer
         self.contract = _joined(self.demonstrations.contract, env, spec)
