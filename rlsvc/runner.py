@@ -6,6 +6,7 @@ Letters: B batch, T observation steps, H actions of a chunk, A action dimensions
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -115,7 +116,7 @@ class PolicyRunner:
         import jax.numpy as jnp
 
         from rlsvc.nn.backend import for_host, on_device, setup_jax
-        from rlsvc.policies import ActOptions, make_policy
+        from rlsvc.policies import ActOptions, make_policy, make_prompter
         from rlsvc.policies.api import normalize_observation
 
         setup_jax(device)
@@ -123,8 +124,10 @@ class PolicyRunner:
         self._compiled = {name: _compiled(bundle, name) for name in COMPILED}
         self.batch_sizes = tuple(sorted(batch_sizes))
         policy = make_policy(bundle.policy, bundle.contract, bundle.precision)
+        prompter = make_prompter(bundle.policy, bundle.path)
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
         options = ActOptions(sample_steps=sample_steps, explore=explore)
+        self._prepare = None if prompter is None else partial(prompter, normalizer=normalizer, group=which)
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
         self._tree = tree = jax.tree.structure(self._like)
         # Leaves, since to flatten nnx states takes as long as a tenth of a planner's call.
@@ -232,6 +235,8 @@ class PolicyRunner:
 
         if carry is None:
             carry = self._initial[len(seeds)]
+        if self._prepare is not None:
+            observation = self._prepare(observation)
         action, extras, carry = self._act(self._weights, observation, np.stack([seeds, steps]), carry)
         action, extras = jax.device_get((action, extras))
         return ActionChunk(action, self.version, carry, extras)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import unknown_name
 from rlsvc.policies.api import PRECISIONS, ActOptions, Policy, SupervisedPolicy
 from rlsvc.policies.diffusion import DiffusionPolicy
+from rlsvc.policies.pi0 import Pi0Policy
+from rlsvc.policies.prompt import Pi0Prompter
 from rlsvc.policies.tdmpc2 import TDMPC2Policy
 from rlsvc.spec.diffusion import DiffusionSpec
+from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 
-__all__ = ["POLICIES", "ActOptions", "Policy", "SupervisedPolicy", "make_policy"]
+__all__ = ["POLICIES", "ActOptions", "Policy", "SupervisedPolicy", "make_policy", "make_prompter"]
 
-POLICIES = {"diffusion": (DiffusionSpec, DiffusionPolicy), "tdmpc2": (TDMPC2PolicySpec, TDMPC2Policy)}
+POLICIES = {
+    "diffusion": (DiffusionSpec, DiffusionPolicy),
+    "pi0": (Pi0Spec, Pi0Policy),
+    "tdmpc2": (TDMPC2PolicySpec, TDMPC2Policy),
+}
+PROMPTERS = {"pi0": (Pi0Spec, Pi0Prompter)}
+"""What turns texts into tokens, for policies that read them."""
 
 
 def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "fp32") -> Policy:
@@ -34,3 +44,20 @@ def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "f
         raise unknown_name("policy", name, POLICIES)
     spec_class, policy_class = POLICIES[name]
     return policy_class(spec_class.model_validate(dict(spec)), contract, PRECISIONS[precision])
+
+
+def make_prompter(spec: Mapping[str, Any], folder: Path | None = None) -> Pi0Prompter | None:
+    """What has to be done with an observation before the policy sees it; None for a policy that reads no text.
+
+    Args:
+        spec: of the policy, as plain values with `name`.
+        folder: of the bundle that it comes from; None for a run.
+
+    Raises:
+        UserError: a tokenizer's file that is not there.
+    """
+    name = str(spec.get("name"))
+    if name not in PROMPTERS:
+        return None
+    spec_class, prompter = PROMPTERS[name]
+    return prompter(spec_class.model_validate(dict(spec)), folder)

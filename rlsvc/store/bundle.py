@@ -2,6 +2,7 @@
 
     bundle.json         schema version, id, policy, precision, contract, normaliser, run, versions, sha256 of each file
     params.safetensors  weights by name
+    ...                 what else the policy needs, named in the manifest (tokenizer.model)
 
 No pickle anywhere. A bundle is written under a temporary name, synced to disk and renamed, so that a partial one never
 has the final name; reading verifies every byte against the manifest before it is used.
@@ -67,8 +68,11 @@ def write_bundle(
     params: Mapping[str, np.ndarray],
     precision: str = "fp32",
     run: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a bundle; a folder already there under this name is replaced only once the new one is whole.
+
+    `files`: what else the policy needs (a tokenizer), by plain file name.
 
     Raises:
         BundleError: the normaliser does not cover the contract, or a weight is not finite.
@@ -85,14 +89,19 @@ def write_bundle(
     partial.mkdir()
     try:
         data = save({name: np.ascontiguousarray(value) for name, value in params.items()})
-        _write_synced(partial / PARAMS, data)
+        contents = {PARAMS: data, **(files or {})}
+        for name, content in contents.items():
+            _write_synced(partial / name, content)
         meta: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "policy": dict(policy),
             "precision": precision,
             "contract": contract.to_json(),
             "normalizer": normalizer.to_json(),
-            "manifest": {PARAMS: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}},
+            "manifest": {
+                name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+                for name, content in contents.items()
+            },
         }
         meta |= {"id": _id(meta), "run": dict(run or {}), "versions": _versions()}
         _write_synced(partial / META, json.dumps(meta, indent=1, allow_nan=False).encode())

@@ -7,6 +7,7 @@ ranks, and XLA adds the gradients up. So the loss does not depend on the number 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,17 @@ from rlsvc.data.replay_table import replay_from_table
 from rlsvc.data.sequence import mix
 from rlsvc.data.windows import Windows
 from rlsvc.nn.backend import setup_jax
-from rlsvc.nn.params import flatten_params
-from rlsvc.policies import make_policy, make_prepare
+from rlsvc.nn.params import flatten_params, leaf_names
+from rlsvc.policies import make_policy, make_prompter
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
 from rlsvc.store.bundle import write_bundle
+from rlsvc.store.weights import load_weights
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.rollout_worker import extra_columns
+
+log = logging.getLogger(__name__)
 
 DEVICE_SHARE = 0.5
 """Largest share of accelerator memory that "auto" placement gives to the dataset."""
@@ -78,12 +82,25 @@ class Learner:
         )
         self.key = jax.random.key(spec.seed)
         self.state = jax.jit(self.algorithm.init, out_shardings=self._everywhere)(jax.random.fold_in(self.key, 0))
+        self._load_weights()
         self.clock = 0
         committed = checkpoint.steps(self.checkpoints)
         if committed:
             self.clock = committed[-1]
             self.state, meta = checkpoint.load(self.checkpoints, self.clock, self.state)
             self.data.restore(int(meta.get("cursor", 0)), self.checkpoints / str(self.clock))
+
+    def _load_weights(self) -> None:
+        """Begin with trained weights, where the run has them; a run that resumes has its own."""
+        source = getattr(self.spec.algo, "weights", None)
+        if source is None or checkpoint.steps(self.checkpoints):
+            return
+        loaded, report = load_weights(source, self.spec.policy, self.state.params)
+        log.info("%s", report)
+        names, (leaves, tree) = leaf_names(self.state.params), jax.tree.flatten(self.state.params)
+        put = [self._put(loaded[name]) if name in loaded else leaf for name, leaf in zip(names, leaves, strict=True)]
+        start = jax.jit(self.algorithm.start_from, out_shardings=self._everywhere)  # pyright: ignore
+        self.state = start(jax.tree.unflatten(tree, put))
 
     @property
     def checkpoints(self) -> Path:
@@ -134,6 +151,7 @@ class Learner:
                 params=flatten_params(self.algorithm.acting_params(self.state)),
                 precision=self.spec.precision,
                 run={**run, "step": self.clock if clock is None else clock, "updates": self.step},
+                files={} if self.data.prompter is None else self.data.prompter.files(),
             )
         return path
 
@@ -155,12 +173,13 @@ class WindowData:
         """Read the datasets; `env`: the environment's contract, `put`: lays arrays on all devices."""
         assert spec.data is not None
         policy = spec.policy
+        self.prompter = make_prompter(policy.model_dump(mode="json"))
         self.demonstrations = load_demonstrations(
             spec.data,
             n_obs_steps=policy.n_obs_steps,
             horizon=policy.horizon,
             action_horizon=policy.n_action_steps,
-            prepare=make_prepare(policy.model_dump(mode="json")),
+            prepare=self.prompter,
         )
         self.normalizer = self.demonstrations.normalizer
         self.contract = _joined(self.demonstrations.contract, env, spec)
@@ -203,6 +222,7 @@ class SequenceData:
     """
 
     validation = None
+    prompter = None
 
     def __init__(
         self, spec: RunSpec, env: Contract | None, put: Callable[[Any], Any], run_dir: Path, length: int
