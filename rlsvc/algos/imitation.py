@@ -62,7 +62,9 @@ def trained(names: list[str], freeze: tuple[str, ...], adapted: tuple[str, ...])
         except re.error as error:
             raise SpecError(f"algo.freeze: '{pattern}' is not a regular expression ({error})") from error
         if not hits:
-            raise SpecError(f"algo.freeze: '{pattern}' matches no weight; there are, for instance: {', '.join(names[:5])}")
+            raise SpecError(
+                f"algo.freeze: '{pattern}' matches no weight; there are, for instance: {', '.join(names[:5])}"
+            )
     kept = tuple(not any(re.fullmatch(pattern, name) for pattern in (*freeze, *adapted)) for name in names)
     if not any(kept):
         raise SpecError("algo.freeze: nothing is left to train")
@@ -134,7 +136,10 @@ class Imitation:
     def _split(self, params: Params) -> tuple[Params, Params]:
         """Weights that are trained, and those that are not; in each the others are None."""
         leaves, tree = jax.tree.flatten(params)
-        parts = [[x if keep == which else None for x, keep in zip(leaves, self._trained, strict=True)] for which in (True, False)]
+        parts = [
+            [x if keep == which else None for x, keep in zip(leaves, self._trained, strict=True)]
+            for which in (True, False)
+        ]
         learnt, frozen = (jax.tree.unflatten(tree, part) for part in parts)
         return learnt, frozen
 
@@ -190,8 +195,9 @@ class Imitation:
     def _gradient(
         self, params: Params, frozen: Params, batch: Batch, key: Key[Array, ""]
     ) -> tuple[Params, dict[str, Array]]:
-        """Gradient of the mean loss by the trained weights; the micro-batches of an accumulated one are weighted by
-        their unpadded actions.
+        """Gradient of the mean loss by the trained weights.
+
+        The micro-batches of an accumulated one are weighted by their unpadded actions.
         """
 
         def loss(params: Params, batch: Batch, key: Array) -> tuple[Array, tuple[dict[str, Array], Array]]:

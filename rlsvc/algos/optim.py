@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -53,10 +55,10 @@ def with_bf16_state(inner: optax.GradientTransformation) -> optax.GradientTransf
 
     def init(params: Params) -> optax.OptState:
         state = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, inner.init(params))
-        return (jnp.zeros((), jnp.int32), state)
+        return jnp.zeros((), jnp.int32), state
 
     def update(updates: Params, state: optax.OptState, params: Params | None = None) -> tuple[Params, optax.OptState]:
-        count, narrow_state = state
+        count, narrow_state = cast("tuple[Array, optax.OptState]", state)
         wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, narrow_state)
         updates, wide = inner.update(updates, wide, params)
         return updates, (count + 1, narrow(wide, jax.random.fold_in(jax.random.key(0), count)))

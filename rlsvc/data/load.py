@@ -23,8 +23,8 @@ def load_table(dataset: DatasetSpec, keys: Sequence[str] | None = None) -> Episo
 
     Args:
         dataset: path, format, and which tasks and episodes.
-        keys: feature names; "task" may be named, and becomes a column of texts. None takes every feature that can be read; what
-            the dataset declares and does not have is then logged and left out.
+        keys: feature names; "task" may be named, and becomes a column of texts. None takes every feature that can be
+            read; what the dataset declares and does not have is then logged and left out.
 
     Returns:
         Floating columns as float32, images as uint8 (H, W, C).

@@ -18,7 +18,6 @@ from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Windows
 from rlsvc.spec.data import DataSpec
 
-
 Prepare = Callable[[dict[str, np.ndarray], Normalizer, int], dict[str, np.ndarray]]
 """Observations by name, with texts, to what a policy sees: the same for the columns of a dataset and for a request."""
 
@@ -76,7 +75,9 @@ def load_demonstrations(
 
     Args:
         spec: the datasets, and which of their features the policy sees.
-        n_obs_steps, horizon, action_horizon: of the policy.
+        n_obs_steps: T.
+        horizon: H.
+        action_horizon: how many of the H actions are executed.
         prepare: what the policy needs done with texts; None for a policy that reads none.
 
     Raises:

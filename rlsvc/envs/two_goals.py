@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -33,7 +33,7 @@ class TwoGoals(gymnasium.Env):
     reward 1 and `is_success` at the right one, and is truncated after 40 steps.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": RATE_HZ}
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": RATE_HZ}
 
     def __init__(self, size: int = 48, render_mode: str | None = "rgb_array") -> None:
         self.size, self.render_mode = size, render_mode
@@ -128,7 +128,7 @@ def main() -> None:
     np.savez_compressed(args.path, **demonstrations(args.episodes, args.seed))
 
 
-gymnasium.register("rlsvc/TwoGoals-v0", TwoGoals)
+gymnasium.register("rlsvc/TwoGoals-v0", "rlsvc.envs.two_goals:TwoGoals")
 
 if __name__ == "__main__":
     main()

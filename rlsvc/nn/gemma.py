@@ -78,7 +78,7 @@ def rms_norm(
     kernel: Float[Array, "w o"] | None,
     condition: Float[Array, "b w"] | None,
 ) -> tuple[Float[Array, "b t w"], Float[Array, "b 1 w"] | None]:
-    """x / rms(x) * (1 + scale), in float32; with a condition also shifted, and the gate of the residual beside it.
+    """X / rms(x) * (1 + scale), in float32; with a condition also shifted, and the gate of the residual beside it.
 
     Args:
         x: tokens.
@@ -146,7 +146,7 @@ def transformer(
     *,
     conditions: Sequence[Float[Array, "b _w"] | None] = (),
     cache: Cache | None = None,
-    insulate: Bool[Array, "q"] | None = None,
+    insulate: Bool[Array, " q"] | None = None,
     remat: bool = False,
     unroll: int = 1,
 ) -> tuple[list[Float[Array, "b _t _w"] | None], Cache]:
@@ -176,7 +176,7 @@ def transformer(
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
 
     def layer(
-        xs: list[Array], inputs: tuple[list[Mapping[str, Any]], Cache | None]
+        xs: list[Array], inputs: tuple[list[dict[str, Array]], Cache | None]
     ) -> tuple[list[Array], tuple[Array, Array]]:
         weights, past = inputs
         normal = [_norm(e, w, "attention_norm", x, c) for (e, _, c), w, x in zip(parts, weights, xs, strict=True)]
@@ -203,9 +203,7 @@ def transformer(
 
     stacks = [{name: value[...] for name, value in e.layers.items()} for e, _, _ in parts]
     step = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-    xs, (keys, values) = jax.lax.scan(
-        step, [t.astype(e.dtype) for e, t, _ in parts], (stacks, cache), unroll=unroll
-    )
+    xs, (keys, values) = jax.lax.scan(step, [t.astype(e.dtype) for e, t, _ in parts], (stacks, cache), unroll=unroll)
     done = iter([e.final(x, c) for (e, _, c), x in zip(parts, xs, strict=True)])
     return [None if t is None else next(done) for t in tokens], Cache(keys, values)
 

@@ -54,8 +54,10 @@ def _move(image: Float[Array, "h w c"], spec: AugmentSpec, key: Key[Array, ""]) 
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     rows = (y * cos - x * sin) * spec.crop + (h - 1) / 2 * spec.crop + top
     columns = (y * sin + x * cos) * spec.crop + (w - 1) / 2 * spec.crop + left
-    at = jnp.stack([rows, columns])
-    layers = [jax.scipy.ndimage.map_coordinates(image[..., i], at, order=1, mode="constant", cval=-1.0) for i in range(c)]
+    at = (rows, columns)
+    layers = [
+        jax.scipy.ndimage.map_coordinates(image[..., i], at, order=1, mode="constant", cval=-1.0) for i in range(c)
+    ]
     return jnp.stack(layers, axis=-1)
 
 
@@ -63,7 +65,8 @@ def _color(image: Float[Array, "h w c"], spec: AugmentSpec, key: Key[Array, ""])
     """Brightness, contrast and saturation in this order, by factors in [1 - x, 1 + x]."""
     amounts = (spec.brightness, spec.contrast, spec.saturation)
     bright, contrast, saturation = (
-        jax.random.uniform(k, minval=1 - a, maxval=1 + a) for k, a in zip(jax.random.split(key, 3), amounts, strict=True)
+        jax.random.uniform(k, minval=1 - a, maxval=1 + a)
+        for k, a in zip(jax.random.split(key, 3), amounts, strict=True)
     )
     x = (image + 1) / 2 * bright
     middle = x.mean()

@@ -1,6 +1,6 @@
 """Matrix products of stacked layers, with low-rank adaptation (Hu et al., arXiv:2106.09685).
 
-A layer's weights are a dictionary by name; `name_lora_a` [I, R] and `name_lora_b` [R, O] adapt the matrix `name` [I, O]:
+A layer's weights are a dictionary by name; `name_lora_a` [I, R] and `name_lora_b` [R, O] adapt `name` [I, O]:
     y = x W + alpha / R (x A) B.
 
 Letters: D layers, I inputs, O outputs, R rank.
@@ -31,7 +31,7 @@ def lora_params(name: str, d: int, i: int, o: int, spec: LoraSpec, rngs: nnx.Rng
 def product(
     x: Float[Array, "*b i"], layer: Mapping[str, Any], name: str, dtype: DTypeLike, lora: LoraSpec | None
 ) -> Float[Array, "*b o"]:
-    """x W in the compute dtype, adapted where the layer has an adaptation of this matrix."""
+    """X W in the compute dtype, adapted where the layer has an adaptation of this matrix."""
     x = x.astype(dtype)
     y = x @ layer[name].astype(dtype)
     if lora is None or name + A not in layer:

@@ -36,7 +36,7 @@ PREPARED = (PROMPT_TOKENS, PROMPT_MASK)
 
 
 def normalize_observation(observation: Mapping[str, Any], normalizer: Normalizer, group: Any = 0) -> dict[str, Any]:
-    """Every feature normalised, float32, but for what was prepared from texts. `group`: as in `Normalizer.normalize`."""
+    """Every feature normalised, but for what was prepared from texts. `group`: as in `Normalizer.normalize`."""
     return {k: x if k in PREPARED else normalizer.normalize(k, x, group) for k, x in observation.items()}
 
 

@@ -87,7 +87,9 @@ class Pi0Net(nnx.Module):
         if images:
             # All cameras in one call of the tower.
             out = self.vision(jnp.concatenate(images), remat=self.spec.remat and key is not None, unroll=self._unroll)
-            tokens.append(out.reshape(len(images), b, *out.shape[1:]).transpose(1, 0, 2, 3).reshape(b, -1, out.shape[-1]))
+            tokens.append(
+                out.reshape(len(images), b, *out.shape[1:]).transpose(1, 0, 2, 3).reshape(b, -1, out.shape[-1])
+            )
             there = jnp.stack([self._there(observation, name, b) for name in self.cameras], axis=1)
             valid.append(jnp.repeat(there, out.shape[1], axis=1))
         prompt = self.embedding[...][observation[PROMPT_TOKENS]].astype(self.dtype)
@@ -261,7 +263,9 @@ class Pi0Policy:
             )
         for name in images:
             if contract.observation[name].shape[-1] != 3:
-                raise ContractError(f"observation '{name}': got {contract.observation[name].shape[-1]} channels, expected 3")
+                raise ContractError(
+                    f"observation '{name}': got {contract.observation[name].shape[-1]} channels, expected 3"
+                )
         texts = [key for key, feature in contract.observation.items() if feature.dtype == TEXT]
         if len(texts) != (spec.prompt is None):
             raise ContractError(
@@ -271,8 +275,8 @@ class Pi0Policy:
             )
         if len(contract.action.shape) != 1 or not contract.action.dtype.startswith("float"):
             raise ContractError(
-                f"action: got {contract.action.dtype} of shape {contract.action.shape}; the pi0 policy gives one vector "
-                "of floats"
+                f"action: got {contract.action.dtype} of shape {contract.action.shape}; the pi0 policy gives one "
+                "vector of floats"
             )
         width = action_dim(spec, contract)
         for what, got in (("state", _state_width(contract)), ("action", contract.action.shape[0])):

@@ -117,7 +117,9 @@ def from_openpi(theirs: Weights, spec: Pi0Spec) -> Taken:
         d, w, n, k, h = size.depth, size.width, size.heads, size.kv_heads, size.head_dim
         at, layers = f"{ours}.layers", f"{LANGUAGE}/layers"
 
-        def join(q: np.ndarray, kv: np.ndarray, d: int = d, w: int = w, n: int = n, k: int = k, h: int = h) -> np.ndarray:
+        def join(
+            q: np.ndarray, kv: np.ndarray, d: int = d, w: int = w, n: int = n, k: int = k, h: int = h
+        ) -> np.ndarray:
             heads = np.concatenate([q.reshape(d, n, w, h), kv.reshape(d, 2 * k, w, h)], axis=1)
             return heads.transpose(0, 2, 1, 3).reshape(d, w, (n + 2 * k) * h)
 
@@ -234,7 +236,11 @@ def to_lerobot(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
         EMBEDDING: weights["embedding"],
     }
     for i in range(v.depth):
-        layer = {name.removeprefix("vision.layers."): x[i] for name, x in weights.items() if name.startswith("vision.layers.")}
+        layer = {
+            name.removeprefix("vision.layers."): x[i]
+            for name, x in weights.items()
+            if name.startswith("vision.layers.")
+        }
         at = f"{TOWER}.encoder.layers.{i}"
         for j, part in enumerate(("q_proj", "k_proj", "v_proj")):
             out[f"{at}.self_attn.{part}.weight"] = layer["qkv"][:, j * c : (j + 1) * c].T
@@ -249,7 +255,9 @@ def to_lerobot(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
         cuts = {"q_proj": (0, n * h), "k_proj": (n * h, (n + k) * h), "v_proj": ((n + k) * h, (n + 2 * k) * h)}
         for i in range(size.depth):
             layer = {
-                name.removeprefix(f"{ours}.layers."): x[i] for name, x in weights.items() if name.startswith(f"{ours}.layers.")
+                name.removeprefix(f"{ours}.layers."): x[i]
+                for name, x in weights.items()
+                if name.startswith(f"{ours}.layers.")
             }
             for part, (start, end) in cuts.items():
                 out[f"{at}.layers.{i}.self_attn.{part}.weight"] = layer["qkv"][:, start:end].T
@@ -272,8 +280,9 @@ def _norm_to_lerobot(at: str, weight: np.ndarray, kernel: np.ndarray | None) -> 
 
 
 def from_lerobot(theirs: Weights, spec: Pi0Spec) -> Taken:
-    """Inverse of `to_lerobot`; takes what is there, and leaves out what is not. "model." may be missing; `used` has no
-    "model.".
+    """Inverse of `to_lerobot`; takes what is there, and leaves out what is not.
+
+    "model." may be missing; `used` has no "model.".
     """
     flat = {name.removeprefix("model."): value for name, value in theirs.items()}
     for tied in TIED:

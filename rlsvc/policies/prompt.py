@@ -63,9 +63,13 @@ class Pi0Prompter:
             if empty.any():
                 raise ContractError(f"observation '{name}': the prompt is empty; the policy does what it is told")
         else:
-            raise ContractError(f"the pi0 policy needs one prompt, got {len(texts)} texts: {', '.join(texts) or 'none'}")
+            raise ContractError(
+                f"the pi0 policy needs one prompt, got {len(texts)} texts: {', '.join(texts) or 'none'}"
+            )
         if self.spec.tells_state:
-            names = sorted(name for name, x in rest.items() if normalizer.modes.get(name) != "image" and x.dtype != bool)
+            names = sorted(
+                name for name, x in rest.items() if normalizer.modes.get(name) != "image" and x.dtype != bool
+            )
             state = [normalizer.normalize(name, rest[name], group) for name in names]
             flat = [x.reshape(*text.shape, int(np.prod(x.shape[text.ndim :]))) for x in state]
             tokens, mask = self._prompts.pi05(text, np.concatenate(flat, axis=-1))

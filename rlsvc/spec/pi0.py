@@ -184,7 +184,9 @@ class Pi0Spec(Spec):
             if ours != theirs:
                 raise ValueError(f"expert.{field}: got {theirs}, the backbone has {ours}; they share their attention")
         if any(side % self.vision.patch for side in self.image_size):
-            raise ValueError(f"image_size: {list(self.image_size)} is not a multiple of vision.patch = {self.vision.patch}")
+            raise ValueError(
+                f"image_size: {list(self.image_size)} is not a multiple of vision.patch = {self.vision.patch}"
+            )
         if self.n_action_steps > self.horizon:
             raise ValueError(f"n_action_steps: got {self.n_action_steps}, at most horizon = {self.horizon}")
         if self.variant == "pi0" and self.state_in_prompt:

@@ -16,6 +16,11 @@ class PaliGemmaTokenizerSpec(Spec):
     path: str = Field(min_length=1)
     """Of the model file (`paligemma_tokenizer.model`); it is not downloaded."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of an embedding of its ids."""
+        return 257_152
+
 
 class ByteTokenizerSpec(Spec):
     """The bytes of the text, without a file; for small models that are trained from nothing, and for tests."""
@@ -23,6 +28,11 @@ class ByteTokenizerSpec(Spec):
     name: Literal["byte"] = "byte"
     action_tokens: int = Field(default=0, ge=0)
     """Ids kept free for action tokens (PI0-FAST): at least as many as the action tokenizer's vocabulary has."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of an embedding of its ids."""
+        return 259 + self.action_tokens
 
 
 TokenizerSpec = Annotated[PaliGemmaTokenizerSpec | ByteTokenizerSpec, Field(discriminator="name")]

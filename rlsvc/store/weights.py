@@ -53,8 +53,8 @@ def load_weights(spec: WeightsSpec, policy: Any, like: Any) -> tuple[dict[str, n
         like: a pytree of the policy's shapes.
 
     Raises:
-        UserError: no such file, a format that is not known, or weights that are missing, unexpected or of another width;
-            names the first, and how many.
+        UserError: no such file, a format that is not known, or weights that are missing, unexpected or of another
+            width; names the first, and how many.
     """
     path = Path(spec.path)
     kind, theirs = _read(path)
@@ -81,8 +81,8 @@ def load_weights(spec: WeightsSpec, policy: Any, like: Any) -> tuple[dict[str, n
         value = weights[name]
         if value.shape != shapes[name]:
             raise UserError(
-                f"algo.weights: {path} ({kind}): '{name}' has shape {value.shape}, the policy {shapes[name]}; choose the "
-                "policy's sizes as those of the checkpoint, or leave the weight out with algo.weights.only"
+                f"algo.weights: {path} ({kind}): '{name}' has shape {value.shape}, the policy {shapes[name]}; choose "
+                "the policy's sizes as those of the checkpoint, or leave the weight out with algo.weights.only"
             )
         loaded[name] = np.asarray(value, np.float32)
     fresh = tuple(name for name in shapes if name not in loaded)
@@ -146,9 +146,7 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
         metadata = checkpointer.metadata(folder.resolve()).item_metadata
         tree = metadata.tree if hasattr(metadata, "tree") else dict(metadata)
         restore = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        found = checkpointer.restore(
-            folder.resolve(), args=ocp.args.PyTreeRestore(item=tree, restore_args=restore)
-        )
+        found = checkpointer.restore(folder.resolve(), args=ocp.args.PyTreeRestore(item=tree, restore_args=restore))
     flat = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
         parts = [str(getattr(part, "key", getattr(part, "idx", part))) for part in path]

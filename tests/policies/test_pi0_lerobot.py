@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pi0_inputs import CAMERAS, contract_of, random_observation
 
 from rlsvc.nn.params import flatten_params, unflatten_params
 from rlsvc.policies.pi0 import Pi0Policy, flow_loss, sample
 from rlsvc.policies.pi0_weights import from_lerobot, to_lerobot
 from rlsvc.spec.pi0 import GEMMA_SIZES, SIGLIP_SIZES, Pi0Spec
-from tests_pi0 import CAMERAS, contract_of, random_observation
 
 torch = pytest.importorskip("torch")
 SIDE, HORIZON, ACTION, TOKENS, VOCAB = 56, 6, 7, 10, 64

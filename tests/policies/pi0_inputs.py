@@ -14,7 +14,7 @@ CAMERAS = ("observation.images.base", "observation.images.left_wrist", "observat
 def contract_of(spec: Pi0Spec, width: int) -> Contract:
     """Three cameras with masks, a state and an action of one width, and a prompt."""
     image = Feature((*spec.image_size, 3), "uint8")
-    observation = {name: image for name in CAMERAS} | {f"{name}_mask": Feature((), "bool") for name in CAMERAS}
+    observation = dict.fromkeys(CAMERAS, image) | {f"{name}_mask": Feature((), "bool") for name in CAMERAS}
     observation |= {"observation.state": Feature((width,), "float32"), "task": Feature((), "str")}
     return Contract(observation, Feature((width,), "float32"), 20.0, 1, spec.n_action_steps)
 
