@@ -34,7 +34,7 @@ from rlsvc.nn.gemma import Cache, Expert, block_mask, positions_of, transformer
 from rlsvc.nn.images import augment_image, resize_with_pad
 from rlsvc.nn.layers import Linear
 from rlsvc.nn.siglip import Siglip
-from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS, ActOptions, Metrics, Params
+from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS, ActOptions, Carry, Metrics, Params
 from rlsvc.spec.pi0 import Pi0Spec
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
@@ -208,6 +208,49 @@ def sample(
     return jax.lax.scan(step, noise, jnp.arange(steps, dtype=jnp.float32))[0]
 
 
+def sample_from(
+    net: Pi0Net,
+    observation: dict[str, Array],
+    noise: Float[Array, "b h a"],
+    steps: int,
+    old: Float[Array, "b h a"],
+    weight: Float[Array, "b h"],
+    max_guidance: float,
+) -> Float[Array, "b h a"]:
+    """As `sample`, guided towards the chunk `old` where `weight` is above 0 (real-time chunking, arXiv:2506.07339).
+
+    With tau = 1 - t, every step adds to the velocity towards the actions
+        min(max_guidance, (1 - tau) / (tau r^2)) (old - a)^T diag(weight) da/dx,    a = x - t v(x, t),
+        r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2)                                               (eq. 2 to 4 there).
+    """
+    cache, valid = net.read(observation)
+
+    def step(x: Array, i: Array) -> tuple[Array, None]:
+        t = 1 - i / steps
+
+        def predicted(x: Array) -> tuple[Array, Array]:
+            v = net.velocity(observation, x, jnp.full(x.shape[0], t), cache, valid)
+            return x - t * v, v
+
+        a, pull, v = jax.vjp(predicted, x, has_aux=True)
+        (correction,) = pull((old - a) * weight[..., None])
+        # At t = 1 the quotient is infinite, and the bound holds.
+        scale = jnp.minimum(max_guidance, ((1 - t) ** 2 + t**2) / jnp.maximum(t * (1 - t), 1e-6))
+        return x - (v - scale * correction) / steps, None
+
+    return jax.lax.scan(step, noise, jnp.arange(steps, dtype=jnp.float32))[0]
+
+
+def soft_mask(horizon: int, executed: int, delay: int) -> Float[np.ndarray, " h"]:
+    """How strongly each action of a chunk is held to the old one: 1 while that is executed, then falling to 0.
+
+    `executed`: actions between two chunks, so that the old one has horizon - executed left (eq. 5 there).
+    """
+    i = np.arange(horizon)
+    c = np.clip((horizon - executed - i) / (horizon - executed - delay + 1), 0, 1)
+    return np.where(i < delay, 1.0, np.where(i < horizon - executed, c * np.expm1(c) / np.expm1(1), 0.0))
+
+
 def padded(x: Float[Array, "*b n"], width: int) -> Float[Array, "*b width"]:
     """Zeros after the last axis up to a width."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
@@ -315,26 +358,36 @@ class Pi0Policy:
         batch = {**batch, "observation": _newest(batch["observation"])}
         return flow_loss(self.net(params), batch, noise, t, augment_key)
 
-    def initial_carry(self, batch_size: int) -> tuple[()]:
-        """No state: every chunk is sampled from the newest observation alone."""
-        del batch_size
-        return ()
+    def initial_carry(self, batch_size: int) -> Carry:
+        """Nothing; or, for real-time chunking, the chunk before [B, H, A] and whether there is one [B]."""
+        if self.spec.real_time is None:
+            return ()
+        return jnp.zeros((batch_size, self.spec.horizon, self.action_dim)), jnp.zeros(batch_size)
 
     def act(
         self,
         params: Params,
         observation: dict[str, Array],
-        carry: tuple[()],
+        carry: Carry,
         keys: Key[Array, " b"],
         options: ActOptions,
-    ) -> tuple[Float[Array, "b h a"], tuple[()], dict[str, Array]]:
+    ) -> tuple[Float[Array, "b h a"], Carry, dict[str, Array]]:
         """The first n_action_steps actions of a chunk, [B, H, A] normalised, in the contract's own dimensions."""
         steps = self.spec.sample_steps if options.sample_steps is None else options.sample_steps
         if steps < 1:
             raise ContractError(f"sample_steps: got {steps}, expected 1 or more")
         shape = (self.spec.horizon, self.action_dim)
         noise = jax.vmap(lambda key: jax.random.normal(key, shape))(keys)
-        chunk = sample(self.net(params), _newest(observation), noise, steps)
+        net, now, real_time = self.net(params), _newest(observation), self.spec.real_time
+        if real_time is None:
+            chunk = sample(net, now, noise, steps)
+        else:
+            before, there = carry
+            executed = self.spec.n_action_steps
+            old = jnp.pad(before[:, executed:], ((0, 0), (0, executed), (0, 0)))
+            weight = jnp.asarray(soft_mask(self.spec.horizon, executed, real_time.delay), jnp.float32)
+            chunk = sample_from(net, now, noise, steps, old, there[:, None] * weight[None], real_time.max_guidance)
+            carry = (chunk, jnp.ones_like(there))
         return chunk[:, : self.spec.n_action_steps, : self.contract.action.shape[0]], carry, {}
 
 

@@ -121,6 +121,15 @@ class AugmentSpec(Spec):
     """Cameras with this in their name are not cropped or rotated, since they move with the hand."""
 
 
+class RealTimeSpec(Spec):
+    """Real-time chunking (arXiv:2506.07339): a new chunk is drawn so that it goes on from the one under way."""
+
+    delay: int = Field(default=0, ge=0)
+    """Actions that are executed while the new chunk is computed, so that it begins with them."""
+    max_guidance: float = Field(default=5.0, gt=0)
+    """Largest weight of the correction towards the old chunk."""
+
+
 class Pi0Spec(Spec):
     """Flow matching over a chunk of actions by a vision-language model with an action expert."""
 
@@ -158,6 +167,8 @@ class Pi0Spec(Spec):
     contract's own widths."""
     sample_steps: int = Field(default=10, ge=1)
     """Euler steps from noise to actions."""
+    real_time: RealTimeSpec | None = None
+    """Draws each chunk so that it goes on from the one before it; null draws it from the observation alone."""
     lora_backbone: LoraSpec | None = None
     """Adapts the backbone instead of training it whole; null has no adaptation."""
     lora_expert: LoraSpec | None = None
@@ -189,6 +200,11 @@ class Pi0Spec(Spec):
             )
         if self.n_action_steps > self.horizon:
             raise ValueError(f"n_action_steps: got {self.n_action_steps}, at most horizon = {self.horizon}")
+        if self.real_time is not None and self.real_time.delay + self.n_action_steps >= self.horizon:
+            raise ValueError(
+                f"real_time: delay + n_action_steps = {self.real_time.delay + self.n_action_steps} leaves nothing of a "
+                f"chunk of horizon = {self.horizon} to go on from"
+            )
         if self.variant == "pi0" and self.state_in_prompt:
             raise ValueError("state_in_prompt: pi0 has a token for the state; use variant=pi05")
         return self

@@ -16,7 +16,7 @@ from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import ContractError, UserError
 from rlsvc.nn.gemma import block_mask
 from rlsvc.nn.params import flatten_params, leaf_names, unflatten_params
-from rlsvc.policies.pi0 import Pi0Policy, flow_loss, sample
+from rlsvc.policies.pi0 import Pi0Policy, flow_loss, sample, sample_from, soft_mask
 from rlsvc.policies.pi0_weights import from_openpi, to_openpi
 from rlsvc.spec.pi0 import GemmaSpec, Pi0Spec, SiglipSpec
 
@@ -161,6 +161,29 @@ def test_padded_actions_have_no_loss_and_do_not_thin_it_out(tiny):
     assert one != pytest.approx(two, rel=1e-3)
     assert float(loss(none.at[0, :2].set(True))) == pytest.approx((one + two) / 2, rel=1e-5)
     assert float(loss(none)) == 0.0
+
+
+def test_a_chunk_in_real_time_goes_on_from_the_one_before_and_is_free_beyond_it():
+    spec = small(real_time={"delay": 1}, n_action_steps=2)
+    policy, params, observation = made(spec)
+    noise = jnp.ones((2, 4, 5))
+    old = jnp.stack([jnp.full((4, 5), 0.5), jnp.full((4, 5), -0.5)])
+
+    @jax.jit
+    def act(weight: jax.Array) -> jax.Array:
+        return sample_from(policy.net(params), observation, noise, 8, old, weight, 5.0)
+
+    free = jax.jit(lambda: sample(policy.net(params), observation, noise, 8))()
+    np.testing.assert_allclose(act(jnp.zeros((2, 4))), free, atol=1e-6)
+    held = act(jnp.zeros((2, 4)).at[:, 0].set(1.0))
+    assert np.abs(held - old)[:, 0].mean() < 0.5 * np.abs(free - old)[:, 0].mean()
+
+
+def test_the_hold_on_the_old_chunk_falls_from_one_to_nothing():
+    # horizon 6, 2 executed between chunks, 1 while the new one is computed: c = 3/4, 2/4, 1/4 for steps 1, 2, 3.
+    c = np.array([0.75, 0.5, 0.25])
+    expected = [1.0, *(c * (np.exp(c) - 1) / (np.e - 1)), 0.0, 0.0]
+    np.testing.assert_allclose(soft_mask(6, 2, 1), expected)
 
 
 def test_low_rank_adaptation_starts_as_the_model_that_it_adapts(tiny):
