@@ -5,6 +5,7 @@ Letters: E episodes, T observation steps, H horizon.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,9 +14,11 @@ from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import DatasetError
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.load import load_table
-from rlsvc.data.normalize import Normalizer
+from rlsvc.data.monte_carlo import monte_carlo_returns, outcome_columns, read_outcomes
+from rlsvc.data.normalize import RETURN, Normalizer
 from rlsvc.data.windows import Windows
 from rlsvc.spec.data import DataSpec
+from rlsvc.spec.value_function import ReturnsSpec
 
 
 @dataclass(frozen=True)
@@ -64,16 +67,68 @@ def split_episodes(num_episodes: int, spec: DataSpec) -> Split:
     return Split(*(tuple(sorted(int(e) for e in part)) for part in (train, validation, heldout)))
 
 
-def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, action_horizon: int) -> Demonstrations:
+@dataclass(frozen=True)
+class Selection:
+    """Which training steps are learned from.
+
+    Attributes:
+        columns: what `choose` looks at besides what `data` names of rewards and ends; they are read with the datasets.
+        choose: from the tables of the training episodes, one for each dataset, to an [N] bool for each.
+        reason: why steps are left out, for messages.
+    """
+
+    columns: tuple[str, ...]
+    choose: Callable[[Sequence[EpisodeTable]], list[np.ndarray]]
+    reason: str
+
+
+KNOWN = "return_known"
+KNOWN_RETURNS = Selection(
+    (),
+    lambda tables: [table.columns[KNOWN] for table in tables],
+    "policy.returns.truncated=drop leaves out episodes that were cut; name data.terminated or data.success if they "
+    "were not, or set policy.returns.tolerance, or keep them",
+)
+
+
+def load_demonstrations(
+    spec: DataSpec,
+    *,
+    n_obs_steps: int,
+    horizon: int,
+    action_horizon: int,
+    returns: ReturnsSpec | None = None,
+    selection: Selection | None = None,
+) -> Demonstrations:
     """Read every dataset of the mixture.
 
+    Args:
+        spec: the mixture.
+        n_obs_steps: T.
+        horizon: H.
+        action_horizon: of the contract.
+        returns: gives batches a `return` [B] float32 and the normaliser its statistics; steps whose return is not known
+            are left out.
+        selection: of training steps; validation keeps all of its own, so that its loss compares between selections.
+
     Raises:
-        DatasetError: a dataset that cannot be used, datasets whose features or rates differ, or a feature that is
-            missing; the message names dataset and feature.
+        DatasetError: a dataset that cannot be used, datasets whose features or rates differ, a feature that is missing,
+            or a dataset of which no step is left; the message names dataset and feature.
     """
     keys = (*spec.observation, spec.action)
-    tables = [load_table(dataset, keys) for dataset in spec.datasets]
+    if returns is not None and RETURN in keys:
+        raise DatasetError(f"data.observation, data.action: '{RETURN}' is the target of a value function; leave it out")
+    judged = returns is not None or selection is not None
+    besides = () if selection is None else selection.columns
+    tables = [
+        load_table(dataset, (*keys, *(outcome_columns(spec, dataset) if judged else ()), *besides))
+        for dataset in spec.datasets
+    ]
     features = _common_features(tables, keys)
+    if returns is not None:
+        for table, dataset in zip(tables, spec.datasets, strict=True):
+            outcomes = read_outcomes(table, spec, returns.success_bonus, dataset.success)
+            table.columns[RETURN], table.columns[KNOWN] = monte_carlo_returns(outcomes, returns)
     groups = sorted({dataset.group for dataset in spec.datasets})
     splits = [split_episodes(table.num_episodes, spec) for table in tables]
     train = [table.select(list(split.train)) for table, split in zip(tables, splits, strict=True)]
@@ -91,10 +146,9 @@ def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, actio
         g: {("action" if k == spec.action else k): c for k, c in columns.items()} for g, columns in by_group.items()
     }
     named = {("action" if key == spec.action else key): feature for key, feature in features.items()}
-    normalizer = Normalizer.fit(by_group, named, spec.normalization)
 
-    def windows(parts: list[EpisodeTable]) -> Windows:
-        return Windows.build(
+    def windows(parts: list[EpisodeTable], selection: Selection | None) -> Windows:
+        built = Windows.build(
             parts,
             weights=[dataset.weight for dataset in spec.datasets],
             groups=[groups.index(dataset.group) for dataset in spec.datasets],
@@ -102,14 +156,21 @@ def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, actio
             action=spec.action,
             n_obs_steps=n_obs_steps,
             horizon=horizon,
+            extra=() if returns is None else (RETURN,),
         )
+        return built if selection is None else built.select(_chosen(parts, selection))
 
+    learned = windows(train, KNOWN_RETURNS if returns else selection)
+    if returns is not None:
+        named[RETURN] = Feature((), "float32")
+        for i, group in enumerate(groups):
+            by_group[group][RETURN] = learned.columns[RETURN][learned.anchor[learned.group == i]]
     held_back = [table.select(list(split.validation)) for table, split in zip(tables, splits, strict=True)]
     observation = {key: features[key] for key in spec.observation}
     return Demonstrations(
-        train=windows(train),
-        validation=windows(held_back) if spec.validation_fraction else None,
-        normalizer=normalizer,
+        train=learned,
+        validation=windows(held_back, KNOWN_RETURNS if returns else None) if spec.validation_fraction else None,
+        normalizer=Normalizer.fit(by_group, named, spec.normalization),
         contract=Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon),
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},
     )
@@ -117,18 +178,31 @@ def load_demonstrations(spec: DataSpec, *, n_obs_steps: int, horizon: int, actio
 
 def table_contract(table: EpisodeTable, spec: DataSpec, n_obs_steps: int) -> Contract:
     """What a policy of one table sees and does; the action's bounds are the smallest and largest value in it."""
-    action, column = _feature(table, spec.action), table.columns[spec.action]
+    action, column = feature_of(table, spec.action), table.columns[spec.action]
     low, high = (tuple(float(x) for x in f(axis=0)) for f in (column.min, column.max))
-    observation = {key: _feature(table, key) for key in spec.observation}
+    observation = {key: feature_of(table, key) for key in spec.observation}
     return Contract(observation, replace(action, low=low, high=high), table.fps, n_obs_steps, 1)
+
+
+def _chosen(tables: Sequence[EpisodeTable], selection: Selection) -> np.ndarray:
+    """[N] bool over all tables.
+
+    Raises:
+        DatasetError: no step of a table is chosen.
+    """
+    keep = selection.choose(tables)
+    for table, rows in zip(tables, keep, strict=True):
+        if not rows.any():
+            raise DatasetError(f"{table.source}: none of its {table.num_steps} steps is left ({selection.reason})")
+    return np.concatenate(keep)
 
 
 def _common_features(tables: list[EpisodeTable], keys: tuple[str, ...]) -> dict[str, Feature]:
     first = tables[0]
-    features = {key: _feature(first, key) for key in keys}
+    features = {key: feature_of(first, key) for key in keys}
     for table in tables[1:]:
         for key in keys:
-            other = _feature(table, key)
+            other = feature_of(table, key)
             if (other.shape, other.dtype) != (features[key].shape, features[key].dtype):
                 raise DatasetError(
                     f"'{key}' is {other.dtype} {other.shape} in {table.source} and {features[key].dtype} "
@@ -142,7 +216,8 @@ def _common_features(tables: list[EpisodeTable], keys: tuple[str, ...]) -> dict[
     return features
 
 
-def _feature(table: EpisodeTable, key: str) -> Feature:
+def feature_of(table: EpisodeTable, key: str) -> Feature:
+    """What a column of a table is."""
     column = table.columns[key]
     dtype = "float32" if column.dtype.kind == "f" else TEXT if column.dtype.kind in "UO" else str(column.dtype)
     return Feature(column.shape[1:], dtype, table.units.get(key, ""), table.names.get(key, ()))
