@@ -1,4 +1,4 @@
-"""What acts, one file each. `make_policy` is the table."""
+"""What acts, and what judges instead of acting, one file each. POLICIES and VALUE_FUNCTIONS are the tables."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlsvc.core.contract import Contract
-from rlsvc.core.errors import unknown_name
-from rlsvc.policies.api import PRECISIONS, ActOptions, Policy, SupervisedPolicy
+from rlsvc.core.errors import ContractError, unknown_name
+from rlsvc.policies.api import PRECISIONS, ActOptions, Policy, SupervisedPolicy, ValueFunction
 from rlsvc.policies.diffusion import DiffusionPolicy
 from rlsvc.policies.tdmpc2 import TDMPC2Policy
+from rlsvc.policies.value_mlp import ValueMlp
 from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
+from rlsvc.spec.value_function import ValueMlpSpec
 
-__all__ = ["POLICIES", "ActOptions", "Policy", "SupervisedPolicy", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "VALUE_FUNCTIONS",
+    "ActOptions",
+    "Policy",
+    "SupervisedPolicy",
+    "ValueFunction",
+    "make_policy",
+    "make_value_function",
+]
 
 POLICIES = {"diffusion": (DiffusionSpec, DiffusionPolicy), "tdmpc2": (TDMPC2PolicySpec, TDMPC2Policy)}
+VALUE_FUNCTIONS = {"value_mlp": (ValueMlpSpec, ValueMlp)}
 
 
 def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "fp32") -> Policy:
@@ -28,9 +40,28 @@ def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "f
 
     Raises:
         NotFoundError: an unknown policy name.
+        ContractError: a value function, which does not act.
     """
     name = str(spec.get("name"))
+    if name in VALUE_FUNCTIONS:
+        raise ContractError(
+            f"'{name}' is a value function, which does not act: it can be neither tried in an environment nor served. "
+            "`rlsvc dataset values` shows what it makes of a dataset, and algo.advantage learns by it"
+        )
     if name not in POLICIES:
         raise unknown_name("policy", name, POLICIES)
     spec_class, policy_class = POLICIES[name]
     return policy_class(spec_class.model_validate(dict(spec)), contract, PRECISIONS[precision])
+
+
+def make_value_function(spec: Mapping[str, Any], contract: Contract, precision: str = "fp32") -> ValueFunction:
+    """The value function that a bundle or a run describes; arguments as of `make_policy`.
+
+    Raises:
+        ContractError: not a value function.
+    """
+    name = str(spec.get("name"))
+    if name not in VALUE_FUNCTIONS:
+        raise ContractError(f"'{name}' is not a value function; there are: {', '.join(VALUE_FUNCTIONS)}")
+    spec_class, value_class = VALUE_FUNCTIONS[name]
+    return value_class(spec_class.model_validate(dict(spec)), contract, PRECISIONS[precision])

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rlsvc.spec.base import Spec
 from rlsvc.spec.optim import EmaSpec, OptimizerSpec, ScheduleSpec
+from rlsvc.spec.value_function import AdvantageSpec
 
 
 class ImitationSpec(Spec):
@@ -24,3 +25,5 @@ class ImitationSpec(Spec):
     """Of the learning rate."""
     ema: EmaSpec | None = EmaSpec()
     """null trains and acts with the raw weights."""
+    advantage: AdvantageSpec | None = None
+    """By which steps it learns, as a value function judges them; null takes all."""

@@ -18,8 +18,9 @@ from rlsvc.spec.replay import ReplaySpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
+from rlsvc.spec.value_function import ValueMlpSpec
 
-PolicySpec = Annotated[DiffusionSpec | TDMPC2PolicySpec, Field(discriminator="name")]
+PolicySpec = Annotated[DiffusionSpec | TDMPC2PolicySpec | ValueMlpSpec, Field(discriminator="name")]
 if TYPE_CHECKING:
     AlgoSpec = Any
 else:
@@ -55,7 +56,7 @@ class RunSpec(Spec):
     log_interval: int = Field(default=100, ge=1)
     """Clock steps between logged metrics, which are means over them."""
     policy: PolicySpec
-    """What acts."""
+    """What acts, or judges: value_mlp stands here in the run of a value function."""
     algo: AlgoSpec
     """How it learns."""
     data: DataSpec | None = None
@@ -110,6 +111,11 @@ class RunSpec(Spec):
         if self.policy.name not in entry.policies:
             raise ValueError(
                 f"policy.name: algo {self.algo.name} trains {' or '.join(entry.policies)}, got {self.policy.name}"
+            )
+        if self.env is not None and not entry.acts:
+            raise ValueError(
+                f"env: algo {self.algo.name} trains what does not act, so there is nothing to try in an environment; "
+                "leave env out"
             )
         parts = self.learner.ranks * (self.algo.optimizer.accumulation if hasattr(self.algo, "optimizer") else 1)
         if self.algo.batch_size % parts:
