@@ -27,8 +27,9 @@ from rlsvc.core.errors import SpecError, unknown_name
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Batch, Windows, batches_from_host
 from rlsvc.nn.params import leaf_names
-from rlsvc.policies.api import Params, SupervisedPolicy, normalize_observation
+from rlsvc.policies.api import AdaptedPolicy, Params, SupervisedPolicy, ValueFunction, normalize_observation
 from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.value_function import ValueFunctionSpec
 
 
 @no_type_check  # as a pytree it also holds shapes, or arrays of the host
@@ -72,15 +73,15 @@ def trained(names: list[str], freeze: tuple[str, ...], adapted: tuple[str, ...])
 
 
 class Imitation:
-    """The algorithm of `rlsvc.algos.api`."""
+    """The algorithm of `rlsvc.algos.api`; `rlsvc.algos.value_function` puts another loss into it."""
 
     hooks: tuple[str, ...] = ("update",)
 
     def __init__(
         self,
-        policy: SupervisedPolicy,
+        policy: SupervisedPolicy | ValueFunction,
         normalizer: Normalizer,
-        spec: ImitationSpec,
+        spec: ImitationSpec | ValueFunctionSpec,
         *,
         total_steps: int,
         batch_sharding: NamedSharding | None = None,
@@ -88,12 +89,12 @@ class Imitation:
         """`batch_sharding`: how the rows of a batch lie on the devices of several ranks; None on one device."""
         self.policy, self.normalizer, self.spec, self.batch_sharding = policy, normalizer, spec, batch_sharding
         names = leaf_names(jax.eval_shape(policy.init, jax.random.key(0)))
-        self._trained = trained(names, spec.freeze, getattr(policy, "frozen", ()))
+        self._trained = trained(names, getattr(spec, "freeze", ()), getattr(policy, "frozen", ()))
         self.schedule = make_schedule(spec.schedule, spec.learning_rate, total_steps)
         self.optimizer = make_optimizer(spec.optimizer, self.schedule)
         self._update = jax.jit(self._updates, static_argnames="num_updates", donate_argnames="state")
         self._update_from_batches = jax.jit(self._updates_from_batches, donate_argnames="state")
-        self._validate = jax.jit(self._validation_loss)
+        self._validate = jax.jit(self._validation_metrics)
 
     def init(self, key: Key[Array, ""]) -> ImitationState:
         """Fresh weights; the average starts at them."""
@@ -118,7 +119,7 @@ class Imitation:
         """K updates in one compiled call; donates `state`; see `rlsvc.algos.api.Algorithm`."""
         del phase
         if hook not in self.hooks:
-            raise unknown_name("hook of imitation", hook, self.hooks)
+            raise unknown_name(f"hook of {self.spec.name}", hook, self.hooks)
         if not data.on_host:
             return self._update(state, data, key, num_updates=num_updates)
         # The same windows as on the device, gathered here.
@@ -130,7 +131,11 @@ class Imitation:
         return self._update_from_batches(state, batches_from_host(data, index, sharding), key)
 
     def acting_params(self, state: ImitationState) -> Params:
-        """The averaged weights, or the raw ones without averaging."""
+        """The averaged weights, or the raw ones without averaging, with adaptations merged."""
+        params = self._averaged(state)
+        return self.policy.merged(params) if isinstance(self.policy, AdaptedPolicy) else params
+
+    def _averaged(self, state: ImitationState) -> Params:
         return state.params if state.ema is None else self._join(state.ema, self._split(state.params)[1])
 
     def _split(self, params: Params) -> tuple[Params, Params]:
@@ -147,14 +152,24 @@ class Imitation:
     def _join(learnt: Params, frozen: Params) -> Params:
         return jax.tree.map(lambda a, b: b if a is None else a, learnt, frozen, is_leaf=lambda x: x is None)
 
-    def validate(self, state: ImitationState, data: Windows, key: Key[Array, ""]) -> Float[Array, ""]:
-        """Loss of the acting weights over up to 1024 windows, the same ones and the same noise every time."""
-        return self._validate(self.acting_params(state), data, key)
+    def validate(self, state: ImitationState, data: Windows, key: Key[Array, ""]) -> dict[str, Array]:
+        """Metrics of the acting weights over up to 1024 windows, the same ones and the same noise every time."""
+        return self._validate(self._averaged(state), data, key)
 
-    def _validation_loss(self, params: Params, data: Windows, key: Key[Array, ""]) -> Float[Array, ""]:
+    def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], dict[str, Array]]:
+        """The policy's own loss on a batch as `Windows` gives it, and metrics."""
+        assert isinstance(self.policy, SupervisedPolicy)
+        return self.policy.loss(params, normalize_batch(batch, self.normalizer), key)
+
+    def weight(self, batch: Batch) -> Float[Array, ""]:
+        """How much the mean loss of a micro-batch counts: its unpadded actions."""
+        return batch["mask"].sum().astype(jnp.float32)
+
+    def _validation_metrics(self, params: Params, data: Windows, key: Key[Array, ""]) -> dict[str, Array]:
         count = min(1024, data.num_windows)
         index = jnp.arange(count) * data.num_windows // count
-        return self.policy.loss(params, normalize_batch(data.gather(index), self.normalizer), key)[0]
+        loss, metrics = self.loss(params, data.gather(index), key)
+        return {**metrics, "loss": loss}
 
     def _draw(self, data: Windows, key: Key[Array, ""], step: Array) -> Int[Array, " b"]:
         return data.draw(jax.random.split(update_key(key, step))[0], self.spec.batch_size)
@@ -197,13 +212,12 @@ class Imitation:
     ) -> tuple[Params, dict[str, Array]]:
         """Gradient of the mean loss by the trained weights.
 
-        The micro-batches of an accumulated one are weighted by their unpadded actions.
+        The micro-batches of an accumulated one are weighted by `weight`.
         """
 
         def loss(params: Params, batch: Batch, key: Array) -> tuple[Array, tuple[dict[str, Array], Array]]:
-            whole = self._join(params, frozen)
-            value, metrics = self.policy.loss(whole, normalize_batch(batch, self.normalizer), key)
-            weight = batch["mask"].sum().astype(jnp.float32)
+            value, metrics = self.loss(self._join(params, frozen), batch, key)
+            weight = self.weight(batch)
             return value * weight, (metrics, weight)
 
         gradient = jax.grad(loss, has_aux=True)

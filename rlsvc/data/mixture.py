@@ -5,7 +5,7 @@ Letters: E episodes, T observation steps, H horizon.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,9 +14,11 @@ from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import ContractError, DatasetError
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.load import load_table
-from rlsvc.data.normalize import Normalizer
+from rlsvc.data.monte_carlo import monte_carlo_returns, outcome_columns, read_outcomes
+from rlsvc.data.normalize import RETURN, Normalizer
 from rlsvc.data.windows import Windows
 from rlsvc.spec.data import DataSpec
+from rlsvc.spec.value_function import ReturnsSpec
 
 Prepare = Callable[[dict[str, np.ndarray], Normalizer, int], dict[str, np.ndarray]]
 """Observations by name, with texts, to what a policy sees: the same for the columns of a dataset and for a request."""
@@ -68,8 +70,39 @@ def split_episodes(num_episodes: int, spec: DataSpec) -> Split:
     return Split(*(tuple(sorted(int(e) for e in part)) for part in (train, validation, heldout)))
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which training steps are learned from.
+
+    Attributes:
+        columns: what `choose` looks at besides what `data` names of rewards and ends; they are read with the datasets.
+        choose: from the tables of the training episodes, one for each dataset, to an [N] bool for each.
+        reason: why steps are left out, for messages.
+    """
+
+    columns: tuple[str, ...]
+    choose: Callable[[Sequence[EpisodeTable]], list[np.ndarray]]
+    reason: str
+
+
+KNOWN = "return_known"
+KNOWN_RETURNS = Selection(
+    (),
+    lambda tables: [table.columns[KNOWN] for table in tables],
+    "policy.returns.truncated=drop leaves out episodes that were cut; name data.terminated or data.success if they "
+    "were not, or set policy.returns.tolerance, or keep them",
+)
+
+
 def load_demonstrations(
-    spec: DataSpec, *, n_obs_steps: int, horizon: int, action_horizon: int, prepare: Prepare | None = None
+    spec: DataSpec,
+    *,
+    n_obs_steps: int,
+    horizon: int,
+    action_horizon: int,
+    returns: ReturnsSpec | None = None,
+    selection: Selection | None = None,
+    prepare: Prepare | None = None,
 ) -> Demonstrations:
     """Read every dataset of the mixture.
 
@@ -78,16 +111,30 @@ def load_demonstrations(
         n_obs_steps: T.
         horizon: H.
         action_horizon: how many of the H actions are executed.
+        returns: gives batches a `return` [B] float32 and the normaliser its statistics; steps whose return is not known
+            are left out.
+        selection: of training steps; validation keeps all of its own, so that its loss compares between selections.
         prepare: what the policy needs done with texts; None for a policy that reads none.
 
     Raises:
         ContractError: a text among the observations, and nobody to read it.
-        DatasetError: a dataset that cannot be used, datasets whose features or rates differ, or a feature that is
-            missing; the message names dataset and feature.
+        DatasetError: a dataset that cannot be used, datasets whose features or rates differ, a feature that is missing,
+            or a dataset of which no step is left; the message names dataset and feature.
     """
     keys = (*spec.observation, spec.action)
-    tables = [load_table(dataset, keys) for dataset in spec.datasets]
+    if returns is not None and RETURN in keys:
+        raise DatasetError(f"data.observation, data.action: '{RETURN}' is the target of a value function; leave it out")
+    judged = returns is not None or selection is not None
+    besides = () if selection is None else selection.columns
+    tables = [
+        load_table(dataset, (*keys, *(outcome_columns(spec, dataset) if judged else ()), *besides))
+        for dataset in spec.datasets
+    ]
     features = _common_features(tables, keys)
+    if returns is not None:
+        for table, dataset in zip(tables, spec.datasets, strict=True):
+            outcomes = read_outcomes(table, spec, returns.success_bonus, dataset.success)
+            table.columns[RETURN], table.columns[KNOWN] = monte_carlo_returns(outcomes, returns)
     groups = sorted({dataset.group for dataset in spec.datasets})
     splits = [split_episodes(table.num_episodes, spec) for table in tables]
     train = [table.select(list(split.train)) for table, split in zip(tables, splits, strict=True)]
@@ -105,8 +152,8 @@ def load_demonstrations(
         g: {("action" if k == spec.action else k): c for k, c in columns.items()} for g, columns in by_group.items()
     }
     named = {("action" if key == spec.action else key): feature for key, feature in features.items()}
-    normalizer = Normalizer.fit(by_group, named, spec.normalization)
 
+    normalizer = Normalizer.fit(by_group, named, spec.normalization)
     group_of = [groups.index(dataset.group) for dataset in spec.datasets]
     texts = [key for key in spec.observation if features[key].dtype == TEXT]
     if texts and prepare is None:
@@ -118,25 +165,34 @@ def load_demonstrations(
         observation = {key: table.columns[key] for key in spec.observation}
         if prepare is not None:
             observation = prepare(observation, normalizer, group)
-        return replace(table, columns={**observation, spec.action: table.columns[spec.action]})
+        besides = {key: table.columns[key] for key in (spec.action, *((RETURN,) if returns else ()))}
+        return replace(table, columns={**observation, **besides})
 
-    def windows(parts: list[EpisodeTable]) -> Windows:
-        parts = [prepared(table, group) for table, group in zip(parts, group_of, strict=True)]
-        return Windows.build(
+    def windows(raw: list[EpisodeTable], selection: Selection | None) -> Windows:
+        parts = [prepared(table, group) for table, group in zip(raw, group_of, strict=True)]
+        built = Windows.build(
             parts,
             weights=[dataset.weight for dataset in spec.datasets],
             groups=group_of,
-            observation=tuple(key for key in parts[0].columns if key != spec.action),
+            observation=tuple(key for key in parts[0].columns if key not in (spec.action, RETURN)),
             action=spec.action,
             n_obs_steps=n_obs_steps,
             horizon=horizon,
+            extra=() if returns is None else (RETURN,),
         )
+        return built if selection is None else built.select(_chosen(raw, selection))
 
+    learned = windows(train, KNOWN_RETURNS if returns else selection)
+    if returns is not None:
+        named[RETURN] = Feature((), "float32")
+        for i, group in enumerate(groups):
+            by_group[group][RETURN] = learned.columns[RETURN][learned.anchor[learned.group == i]]
+        normalizer = Normalizer.fit(by_group, named, spec.normalization)
     held_back = [table.select(list(split.validation)) for table, split in zip(tables, splits, strict=True)]
     observation = {key: features[key] for key in spec.observation}
     return Demonstrations(
-        train=windows(train),
-        validation=windows(held_back) if spec.validation_fraction else None,
+        train=learned,
+        validation=windows(held_back, KNOWN_RETURNS if returns else None) if spec.validation_fraction else None,
         normalizer=normalizer,
         contract=Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon),
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},
@@ -145,18 +201,31 @@ def load_demonstrations(
 
 def table_contract(table: EpisodeTable, spec: DataSpec, n_obs_steps: int) -> Contract:
     """What a policy of one table sees and does; the action's bounds are the smallest and largest value in it."""
-    action, column = _feature(table, spec.action), table.columns[spec.action]
+    action, column = feature_of(table, spec.action), table.columns[spec.action]
     low, high = (tuple(float(x) for x in f(axis=0)) for f in (column.min, column.max))
-    observation = {key: _feature(table, key) for key in spec.observation}
+    observation = {key: feature_of(table, key) for key in spec.observation}
     return Contract(observation, replace(action, low=low, high=high), table.fps, n_obs_steps, 1)
+
+
+def _chosen(tables: Sequence[EpisodeTable], selection: Selection) -> np.ndarray:
+    """[N] bool over all tables.
+
+    Raises:
+        DatasetError: no step of a table is chosen.
+    """
+    keep = selection.choose(tables)
+    for table, rows in zip(tables, keep, strict=True):
+        if not rows.any():
+            raise DatasetError(f"{table.source}: none of its {table.num_steps} steps is left ({selection.reason})")
+    return np.concatenate(keep)
 
 
 def _common_features(tables: list[EpisodeTable], keys: tuple[str, ...]) -> dict[str, Feature]:
     first = tables[0]
-    features = {key: _feature(first, key) for key in keys}
+    features = {key: feature_of(first, key) for key in keys}
     for table in tables[1:]:
         for key in keys:
-            other = _feature(table, key)
+            other = feature_of(table, key)
             if (other.shape, other.dtype) != (features[key].shape, features[key].dtype):
                 raise DatasetError(
                     f"'{key}' is {other.dtype} {other.shape} in {table.source} and {features[key].dtype} "
@@ -170,7 +239,8 @@ def _common_features(tables: list[EpisodeTable], keys: tuple[str, ...]) -> dict[
     return features
 
 
-def _feature(table: EpisodeTable, key: str) -> Feature:
+def feature_of(table: EpisodeTable, key: str) -> Feature:
+    """What a column of a table is."""
     column = table.columns[key]
     dtype = "float32" if column.dtype.kind == "f" else TEXT if column.dtype.kind in "UO" else str(column.dtype)
     return Feature(column.shape[1:], dtype, table.units.get(key, ""), table.names.get(key, ()))

@@ -20,6 +20,8 @@ from rlsvc.core.errors import BundleError, DatasetError
 FIELDS = ("mean", "std", "min", "max", "q01", "q99")
 MODES = ("mean_std", "min_max", "quantile", "openpi_quantile", "identity")
 NEEDS = {"min_max": ("min", "max"), "quantile": ("q01", "q99"), "openpi_quantile": ("q01", "q99")}
+RETURN = "return"
+"""Name of a value function's target, which has statistics and is no feature of a contract."""
 # A dimension that moves less than this, relative to its own size, is constant: it is centred and keeps scale 1.
 CONSTANT = 1e-6
 OPENPI_EPSILON = 1e-6
@@ -225,7 +227,7 @@ class Normalizer:
             raise BundleError(
                 f"normaliser has no statistics for '{missing[0]}'; it has: {', '.join(sorted(self.modes))}"
             )
-        if extra := sorted(set(self.modes) - set(wanted)):
+        if extra := sorted(set(self.modes) - set(wanted) - {RETURN}):
             raise BundleError(
                 f"normaliser has statistics for '{extra[0]}', which the contract does not name; the contract has: "
                 f"{', '.join(sorted(wanted))}"

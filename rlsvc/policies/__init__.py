@@ -1,4 +1,4 @@
-"""What acts, one file each. `make_policy` is the table."""
+"""What acts, and what judges instead of acting, one file each. POLICIES and VALUE_FUNCTIONS are the tables."""
 
 from __future__ import annotations
 
@@ -7,17 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from rlsvc.core.contract import Contract
-from rlsvc.core.errors import unknown_name
-from rlsvc.policies.api import PRECISIONS, ActOptions, Policy, SupervisedPolicy
+from rlsvc.core.errors import ContractError, unknown_name
+from rlsvc.policies.api import PRECISIONS, ActOptions, Policy, SupervisedPolicy, ValueFunction
 from rlsvc.policies.diffusion import DiffusionPolicy
 from rlsvc.policies.pi0 import Pi0Policy
 from rlsvc.policies.prompt import Pi0Prompter
 from rlsvc.policies.tdmpc2 import TDMPC2Policy
+from rlsvc.policies.value_mlp import ValueMlp
 from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
+from rlsvc.spec.value_function import ValueMlpSpec
 
-__all__ = ["POLICIES", "ActOptions", "Policy", "SupervisedPolicy", "make_policy", "make_prompter"]
+__all__ = [
+    "POLICIES",
+    "VALUE_FUNCTIONS",
+    "ActOptions",
+    "Policy",
+    "SupervisedPolicy",
+    "ValueFunction",
+    "make_policy",
+    "make_prompter",
+    "make_value_function",
+]
 
 POLICIES = {
     "diffusion": (DiffusionSpec, DiffusionPolicy),
@@ -26,6 +38,7 @@ POLICIES = {
 }
 PROMPTERS = {"pi0": (Pi0Spec, Pi0Prompter)}
 """What turns texts into tokens, for policies that read them."""
+VALUE_FUNCTIONS = {"value_mlp": (ValueMlpSpec, ValueMlp)}
 
 
 def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "fp32") -> Policy:
@@ -38,8 +51,14 @@ def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "f
 
     Raises:
         NotFoundError: an unknown policy name.
+        ContractError: a value function, which does not act.
     """
     name = str(spec.get("name"))
+    if name in VALUE_FUNCTIONS:
+        raise ContractError(
+            f"'{name}' is a value function, which does not act: it can be neither tried in an environment nor served. "
+            "`rlsvc dataset values` shows what it makes of a dataset, and algo.advantage learns by it"
+        )
     if name not in POLICIES:
         raise unknown_name("policy", name, POLICIES)
     spec_class, policy_class = POLICIES[name]
@@ -61,3 +80,16 @@ def make_prompter(spec: Mapping[str, Any], folder: Path | None = None) -> Pi0Pro
         return None
     spec_class, prompter = PROMPTERS[name]
     return prompter(spec_class.model_validate(dict(spec)), folder)
+
+
+def make_value_function(spec: Mapping[str, Any], contract: Contract, precision: str = "fp32") -> ValueFunction:
+    """The value function that a bundle or a run describes; arguments as of `make_policy`.
+
+    Raises:
+        ContractError: not a value function.
+    """
+    name = str(spec.get("name"))
+    if name not in VALUE_FUNCTIONS:
+        raise ContractError(f"'{name}' is not a value function; there are: {', '.join(VALUE_FUNCTIONS)}")
+    spec_class, value_class = VALUE_FUNCTIONS[name]
+    return value_class(spec_class.model_validate(dict(spec)), contract, PRECISIONS[precision])

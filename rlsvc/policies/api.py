@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Key
 from rlsvc.core.contract import Contract
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Batch
+from rlsvc.nn.distributions import HLGauss, TwoHot
 
 Params = Any
 Carry = Any
@@ -77,9 +78,43 @@ class Policy(Protocol):
 
 
 @runtime_checkable
+class AdaptedPolicy(Protocol):
+    """A policy whose weights may hold low-rank adaptations, which are merged for acting.
+
+    Attributes:
+        frozen: regular expressions of the weights that adaptations stand in for, and that are not trained.
+        merged_spec: of the policy that acts, without adaptations.
+    """
+
+    frozen: tuple[str, ...]
+    merged_spec: Any
+
+    def merged(self, params: Params) -> Params:
+        """The weights of the policy that acts."""
+        ...
+
+
+@runtime_checkable
 class SupervisedPolicy(Policy, Protocol):
     """A policy that learns by a loss of its own."""
 
     def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
         """Mean loss over the unpadded actions of a normalised batch."""
+        ...
+
+
+@runtime_checkable
+class ValueFunction(Protocol):
+    """What judges instead of acting: V(s), or Q(s, a) where its contract has an action horizon above 0."""
+
+    contract: Contract
+    spec: Any  # with n_obs_steps, n_action_steps, horizon and returns
+    head: TwoHot | HLGauss
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Fresh float32 weights."""
+        ...
+
+    def logits(self, params: Params, batch: Batch, key: Key[Array, ""] | None = None) -> Float[Array, "b k"]:
+        """What `head` makes a normalised return of, for a normalised batch; `key`: of training alone."""
         ...

@@ -33,6 +33,8 @@ from rlsvc.data.windows import Batch
 from rlsvc.nn.gemma import Cache, Expert, block_mask, positions_of, transformer
 from rlsvc.nn.images import augment_image, resize_with_pad
 from rlsvc.nn.layers import Linear
+from rlsvc.nn.lora import merged
+from rlsvc.nn.params import leaf_names, unflatten_params
 from rlsvc.nn.siglip import Siglip
 from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS, ActOptions, Carry, Metrics, Params
 from rlsvc.spec.pi0 import Pi0Spec
@@ -348,6 +350,32 @@ class Pi0Policy:
     def net(self, params: Params) -> Pi0Net:
         """The net with these weights."""
         return nnx.merge(self._graph, params)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """See `rlsvc.policies.api.AdaptedPolicy`; an adapted backbone's embedding is frozen too, as published."""
+        patterns = {
+            "lora_backbone": (r"backbone\.(?!.*lora).*", "embedding"),
+            "lora_expert": (r"expert\.(?!.*lora).*",),
+        }
+        return tuple(x for field, found in patterns.items() if getattr(self.spec, field) is not None for x in found)
+
+    @property
+    def merged_spec(self) -> Pi0Spec:
+        """The specification without adaptations."""
+        return self.spec.replace(lora_backbone=None, lora_expert=None)
+
+    def merged(self, params: Params) -> Params:
+        """The weights for `merged_spec`."""
+        flat = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+        for expert, lora in (("backbone", self.spec.lora_backbone), ("expert", self.spec.lora_expert)):
+            if lora is None:
+                continue
+            prefix = f"{expert}.layers."
+            layers = {name.removeprefix(prefix): flat.pop(name) for name in list(flat) if name.startswith(prefix)}
+            flat |= {prefix + name: x for name, x in merged(layers, lora).items()}
+        acting = Pi0Policy(self.merged_spec, self.contract, self.dtype)
+        return unflatten_params(flat, jax.eval_shape(acting.init, jax.random.key(0)))
 
     def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
         """`flow_loss` with these weights, and noise and times drawn from the key."""

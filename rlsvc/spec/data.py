@@ -26,6 +26,8 @@ class DatasetSpec(Spec):
     """Only these episodes; null takes all."""
     group: str = "default"
     """Datasets of one group share a normaliser."""
+    success: bool | None = None
+    """Whether all of its episodes succeeded (demonstrations mostly did); null asks the column `data.success`."""
 
 
 class DataSpec(Spec):
@@ -40,7 +42,10 @@ class DataSpec(Spec):
     reward: str | None = None
     """Feature name of the reward, for algorithms that learn from it; null takes 0 everywhere."""
     terminated: str | None = None
-    """Feature name of a flag that is true at a step that ended its episode for good; null takes every end for a cut."""
+    """Feature name of a flag that is true at a step that ended its episode for good; null takes every end for a cut
+    (for returns, where it is known which episodes succeeded, for the outcome)."""
+    success: str | None = None
+    """Feature name of a flag whose value at the last step of an episode says whether it succeeded; for returns."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the episodes whose loss is logged and never trained on."""
     heldout_fraction: float = Field(default=0.0, ge=0, lt=1)
@@ -50,7 +55,8 @@ class DataSpec(Spec):
     max_train_episodes: int | None = Field(default=None, ge=1)
     """At most so many training episodes of each dataset; null takes all."""
     normalization: dict[str, NormalizationMode] = Field(default_factory=dict)
-    """By feature name; a feature that is not named takes min_max (images: 0..255 to -1..1)."""
+    """By feature name; a feature that is not named takes min_max (images: 0..255 to -1..1). `return` is the target of a
+    value function."""
     placement: Literal["auto", "device", "host"] = "auto"
     """Where windows are cut: device keeps the whole dataset in accelerator memory; auto does so when it fits."""
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rlsvc.spec.base import Spec
 from rlsvc.spec.optim import EmaSpec, OptimizerSpec, ScheduleSpec
+from rlsvc.spec.value_function import AdvantageSpec
 
 
 class WeightsSpec(Spec):
@@ -42,3 +43,5 @@ class ImitationSpec(Spec):
     """Trained weights to fine-tune; null begins with fresh ones."""
     freeze: tuple[str, ...] = ()
     """Regular expressions of weights that are not trained ("vision.*"); what a low-rank adaptation adapts never is."""
+    advantage: AdvantageSpec | None = None
+    """By which steps it learns, as a value function judges them; null takes all."""

@@ -19,8 +19,9 @@ from rlsvc.spec.replay import ReplaySpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
+from rlsvc.spec.value_function import ValueMlpSpec
 
-PolicySpec = Annotated[DiffusionSpec | Pi0Spec | TDMPC2PolicySpec, Field(discriminator="name")]
+PolicySpec = Annotated[DiffusionSpec | Pi0Spec | TDMPC2PolicySpec | ValueMlpSpec, Field(discriminator="name")]
 if TYPE_CHECKING:
     AlgoSpec = Any
 else:
@@ -56,7 +57,7 @@ class RunSpec(Spec):
     log_interval: int = Field(default=100, ge=1)
     """Clock steps between logged metrics, which are means over them."""
     policy: PolicySpec
-    """What acts."""
+    """What acts, or judges: value_mlp stands here in the run of a value function."""
     algo: AlgoSpec
     """How it learns."""
     data: DataSpec | None = None
@@ -108,9 +109,20 @@ class RunSpec(Spec):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         entry = ALGORITHMS[self.algo.name]
+        adapted = isinstance(self.policy, Pi0Spec) and (self.policy.lora_backbone or self.policy.lora_expert)
+        if adapted and getattr(self.algo, "ema", None) is not None:
+            raise ValueError(
+                "algo.ema: got an average, expected null with policy.lora_backbone or policy.lora_expert: the averages "
+                "of two factors do not give the average of their product"
+            )
         if self.policy.name not in entry.policies:
             raise ValueError(
                 f"policy.name: algo {self.algo.name} trains {' or '.join(entry.policies)}, got {self.policy.name}"
+            )
+        if self.env is not None and not entry.acts:
+            raise ValueError(
+                f"env: algo {self.algo.name} trains what does not act, so there is nothing to try in an environment; "
+                "leave env out"
             )
         parts = self.learner.ranks * (self.algo.optimizer.accumulation if hasattr(self.algo, "optimizer") else 1)
         if self.algo.batch_size % parts:

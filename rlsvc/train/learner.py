@@ -31,7 +31,7 @@ from rlsvc.data.sequence import mix
 from rlsvc.data.windows import Windows
 from rlsvc.nn.backend import setup_jax
 from rlsvc.nn.params import flatten_params, leaf_names
-from rlsvc.policies import make_policy, make_prompter
+from rlsvc.policies import make_policy, make_prompter, make_value_function
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
@@ -39,6 +39,7 @@ from rlsvc.store.bundle import write_bundle
 from rlsvc.store.weights import load_weights
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.rollout_worker import extra_columns
+from rlsvc.value import advantage_selection
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class Learner:
             self.data = WindowData(spec, contract, self._put, self.platform)
         else:
             self.data = SequenceData(spec, contract, self._put, run_dir, entry.sequence_length(spec.policy))
-        policy = make_policy(spec.policy.model_dump(mode="json"), self.data.contract, spec.precision)
+        make = make_policy if entry.acts else make_value_function
+        policy = make(spec.policy.model_dump(mode="json"), self.data.contract, spec.precision)
         updates = sum(phase.num_updates for phase in spec.curriculum)
         self.algorithm: Algorithm = load_algorithm(spec.algo.name)(
             policy, self.data.normalizer, spec.algo, total_steps=updates, batch_sharding=rows
@@ -129,7 +131,8 @@ class Learner:
             result = {name: float(value) for name, value in jax.device_get(metrics).items()}
         elif order.kind == "validate" and self.data.validation is not None:
             key = jax.random.fold_in(self.key, 2)
-            result = {"loss": float(self.algorithm.validate(self.state, self.data.validation, key))}
+            metrics = self.algorithm.validate(self.state, self.data.validation, key)
+            result = {name: float(value) for name, value in jax.device_get(metrics).items()}
         elif order.kind == "export":
             result = {"bundle": str(self.export(self.run_dir / "bundles" / str(order.step), order.step))}
         elif order.kind == "checkpoint":
@@ -145,7 +148,7 @@ class Learner:
             run = {"project": self.spec.project, "name": self.spec.name, "seed": self.spec.seed}
             write_bundle(
                 path,
-                policy=self.spec.policy.model_dump(mode="json"),
+                policy=getattr(self.algorithm.policy, "merged_spec", self.spec.policy).model_dump(mode="json"),
                 contract=self.data.contract,
                 normalizer=self.data.normalizer,
                 params=flatten_params(self.algorithm.acting_params(self.state)),
@@ -167,19 +170,22 @@ class Learner:
 
 
 class WindowData:
-    """Demonstrations as windows, for algorithms that imitate."""
+    """Demonstrations as windows, for algorithms that imitate, and for value functions."""
 
     def __init__(self, spec: RunSpec, env: Contract | None, put: Callable[[Any], Any], platform: str) -> None:
         """Read the datasets; `env`: the environment's contract, `put`: lays arrays on all devices."""
         assert spec.data is not None
         policy = spec.policy
         self.prompter = make_prompter(policy.model_dump(mode="json"))
+        advantage = getattr(spec.algo, "advantage", None)
         self.demonstrations = load_demonstrations(
             spec.data,
             n_obs_steps=policy.n_obs_steps,
             horizon=policy.horizon,
             action_horizon=policy.n_action_steps,
             prepare=self.prompter,
+            returns=getattr(policy, "returns", None),
+            selection=advantage and advantage_selection(advantage, spec.data, root=spec.root, device=spec.device),
         )
         self.normalizer = self.demonstrations.normalizer
         self.contract = _joined(self.demonstrations.contract, env, spec)

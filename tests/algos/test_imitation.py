@@ -126,11 +126,11 @@ def test_steady_state_compiles_nothing():
 def test_validation_is_the_same_every_time_and_does_not_consume_the_state():
     made, data = algorithm(), on_device(windows())
     state = made.init(jax.random.key(0))
-    first = float(made.validate(state, data, KEY))
+    first = float(made.validate(state, data, KEY)["loss"])
     batch = windows().gather(np.arange(12))
     valid = batch["action"][batch["mask"]]
     assert first == pytest.approx(float((valid**2).mean()), rel=1e-5)
-    assert float(made.validate(state, data, KEY)) == first
+    assert float(made.validate(state, data, KEY)["loss"]) == first
     made.update("update", state, data, KEY, 1)
 
 
@@ -149,8 +149,8 @@ def test_a_tiny_diffusion_policy_learns_one_episode_in_bf16_with_float32_weights
     made = algorithm(policy, learning_rate=1e-2, schedule={"name": "constant", "warmup_steps": 0}, ema=None)
     data = on_device(windows((10,)))
     state = jax.jit(made.init)(jax.random.key(0))
-    before = float(made.validate(state, data, KEY))
+    before = float(made.validate(state, data, KEY)["loss"])
     state, _ = made.update("update", state, data, KEY, 150)
-    assert float(made.validate(state, data, KEY)) < 0.5 * before
+    assert float(made.validate(state, data, KEY)["loss"]) < 0.5 * before
     floats = {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.dtype != jnp.int32}
     assert floats == {jnp.dtype("float32")}

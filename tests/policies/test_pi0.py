@@ -186,7 +186,7 @@ def test_the_hold_on_the_old_chunk_falls_from_one_to_nothing():
     np.testing.assert_allclose(soft_mask(6, 2, 1), expected)
 
 
-def test_low_rank_adaptation_starts_as_the_model_that_it_adapts(tiny):
+def test_low_rank_adaptation_starts_as_the_model_that_it_adapts_and_is_merged_for_acting(tiny):
     spec = small(lora_backbone={"rank": 2}, lora_expert={"rank": 3, "targets": ["attention"]})
     policy = Pi0Policy(spec, contract_of(spec, 3))
     names = leaf_names(jax.eval_shape(policy.init, jax.random.key(0)))
@@ -197,8 +197,12 @@ def test_low_rank_adaptation_starts_as_the_model_that_it_adapts(tiny):
     with_lora = {name: x for name, x in flatten_params(policy.init(jax.random.key(2))).items() if name in adapted}
     whole = unflatten_params({**flatten_params(params), **with_lora}, jax.eval_shape(policy.init, jax.random.key(0)))
     noise = jnp.ones((2, 4, 5))
-    adapted = jax.jit(lambda p: sample(policy.net(p), observation, noise, 2))
-    np.testing.assert_allclose(adapted(whole), act(params, observation)[0], atol=1e-6)
+    run = jax.jit(lambda p: sample(policy.net(p), observation, noise, 2))
+    np.testing.assert_allclose(run(whole), act(params, observation)[0], atol=1e-6)
+    # Trained, it is the model with both factors' product added: what is merged acts in the same way.
+    trained = jax.tree.map(lambda x: x + 0.05, whole)
+    np.testing.assert_allclose(run(trained), act(policy.merged(trained), observation)[0], atol=1e-4)
+    assert policy.merged_spec == tiny[0].spec
 
 
 @pytest.mark.parametrize(
