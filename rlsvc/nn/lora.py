@@ -39,7 +39,7 @@ def product(
     return y + (x @ layer[name + A].astype(dtype)) @ layer[name + B].astype(dtype) * (lora.alpha / lora.rank)
 
 
-def merged(layers: Mapping[str, Array], lora: LoraSpec) -> dict[str, Array]:
+def merged(layers: Mapping[str, Any], lora: LoraSpec) -> dict[str, Any]:
     """The same layers with every adaptation added to its matrix, [D, ...] by name: what serving needs."""
     out = {}
     for name, weight in layers.items():

@@ -45,6 +45,17 @@ def test_a_published_folder_gives_the_published_processors_ids_and_actions(actio
     assert fast.clipped == 0
 
 
+def test_a_length_that_a_published_file_pads_or_cuts_to_is_not_applied(actions):
+    files = {file.name: file.read_bytes() for file in PUBLISHED.iterdir()}
+    changed = json.loads(files["tokenizer.json"]) | {
+        "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "!"},
+    }  # fmt: skip
+    fast = FastTokenizer.from_files(files | {"tokenizer.json": json.dumps(changed).encode()})
+    assert fast.encode(actions[:16]) == FastTokenizer.load(PUBLISHED).encode(actions[:16])
+
+
 def test_a_coefficient_below_the_smallest_is_raised_as_published_counted_and_said_once(caplog):
     golden = json.loads((DATA / "pi_tokens" / "golden.json").read_text("utf-8"))["below"]
     fast = FastTokenizer.load(PUBLISHED)
@@ -97,6 +108,12 @@ def test_pairs_that_are_frequent_become_one_token(chunks, fitted):
     assert np.mean(lengths) < 16  # of 32 coefficients
     bytes_alone = FastTokenizer.fit(chunks, vocab_size=256)
     assert {len(bytes_alone.encode(chunk)) for chunk in chunks} == {32}
+
+
+def test_a_chunk_that_is_frequent_becomes_one_token_whatever_characters_its_coefficients_are():
+    """The published fit cuts between letters, digits and signs, and needs four."""
+    chunk = np.array([[0.0, 4.8, 6.5, 3.3]])  # of one step, so that the DCT changes nothing: characters 0, 48, 65, 33
+    assert len(FastTokenizer.fit([chunk] * 3, vocab_size=300).encode(chunk)) == 1
 
 
 def test_the_same_chunks_give_the_same_tokenizer(chunks, fitted):

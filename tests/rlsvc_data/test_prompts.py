@@ -1,5 +1,6 @@
 """Prompts equal those that openpi's own program made with the same files (tests/data/pi_tokens)."""
 
+import io
 import json
 import logging
 import sys
@@ -154,6 +155,10 @@ def test_action_tokens_that_do_not_fit_into_the_text_vocabulary_are_refused(fast
         PromptTokenizer(ByteTokenizer(), 8, fast)
     with pytest.raises(SpecError, match=r"no room"):
         PromptTokenizer(ByteTokenizer(action_tokens=fast.vocab_size - 200), 8, fast)
+    tiny = ByteTokenizer()
+    tiny.action_skip = 300  # a SentencePiece model with fewer pieces than are skipped
+    with pytest.raises(SpecError, match=r"no room"):
+        PromptTokenizer(tiny, 8, fast)
     PromptTokenizer(ByteTokenizer(action_tokens=fast.vocab_size), 8, fast)
     with pytest.raises(SpecError, match=r"made without an action tokenizer"):
         PromptTokenizer(paligemma, 8).pi0_fast("a", np.zeros(1), np.zeros((16, 2)))
@@ -179,6 +184,17 @@ def test_a_tokenizer_file_that_is_not_there_or_is_something_else_is_refused_by_n
         pointer.write_bytes(content)
         with pytest.raises(UserError, match=r"pointer\.model': not a SentencePiece model"):
             PaliGemmaTokenizer.load(pointer)
+
+
+def test_a_model_without_begin_or_end_is_refused():
+    from sentencepiece import SentencePieceTrainer
+
+    for missing in ("bos_id", "eos_id"):
+        file = io.BytesIO()
+        options = {"vocab_size": 20, "hard_vocab_limit": False, "minloglevel": 2, missing: -1}
+        SentencePieceTrainer.train(sentence_iterator=iter(["push the block"]), model_writer=file, **options)
+        with pytest.raises(UserError, match=r"the model has no begin or no end of a sequence"):
+            PaliGemmaTokenizer(file.getvalue())
 
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch):
