@@ -1,8 +1,8 @@
 """One rank of the learner group: data on the device, the algorithm's state, and the orders it carries out.
 
 Ranks are data parallel: every rank draws the same window numbers, the rows of a batch are spread over the devices of
-all
-ranks, and XLA adds the gradients up. So the loss does not depend on the number of ranks, up to rounding.
+all ranks, and XLA adds the gradients up. So the loss does not depend on the number of ranks, up to rounding. Large
+models are cut over devices besides (rlsvc/train/sharding.py), which changes nothing but where numbers lie.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlsvc.algos import load_algorithm
 from rlsvc.algos.api import Algorithm, Phase
@@ -39,6 +39,7 @@ from rlsvc.store.bundle import write_bundle
 from rlsvc.store.weights import load_weights
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.rollout_worker import extra_columns
+from rlsvc.train.sharding import ROWS, gathered, make_mesh, state_shardings
 from rlsvc.value import advantage_selection
 
 log = logging.getLogger(__name__)
@@ -63,12 +64,13 @@ class Learner:
         """
         self.platform = setup_jax(spec.device)
         self.spec, self.run_dir = spec, run_dir
-        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+        mesh = make_mesh(spec.learner)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        rows = NamedSharding(mesh, PartitionSpec("data")) if jax.device_count() > 1 else None
-        if spec.algo.batch_size % jax.device_count():
+        rows = NamedSharding(mesh, PartitionSpec(ROWS)) if jax.device_count() > 1 else None
+        shares = mesh.shape["data"] * mesh.shape["fsdp"]
+        if spec.algo.batch_size % shares:
             raise UserError(
-                f"algo.batch_size: {spec.algo.batch_size} is not a multiple of the {jax.device_count()} devices"
+                f"algo.batch_size: {spec.algo.batch_size} is not a multiple of the {shares} devices that share a batch"
             )
         entry = ALGORITHMS[spec.algo.name]
         self.data: WindowData | SequenceData
@@ -83,7 +85,9 @@ class Learner:
             policy, self.data.normalizer, spec.algo, total_steps=updates, batch_sharding=rows
         )
         self.key = jax.random.key(spec.seed)
-        self.state = jax.jit(self.algorithm.init, out_shardings=self._everywhere)(jax.random.fold_in(self.key, 0))
+        first = jax.random.fold_in(self.key, 0)
+        self._sharding = state_shardings(jax.eval_shape(self.algorithm.init, first), mesh)
+        self.state = jax.jit(self.algorithm.init, out_shardings=self._sharding)(first)
         self._load_weights()
         self.clock = 0
         committed = checkpoint.steps(self.checkpoints)
@@ -100,8 +104,13 @@ class Learner:
         loaded, report = load_weights(source, self.spec.policy, self.state.params)
         log.info("%s", report)
         names, (leaves, tree) = leaf_names(self.state.params), jax.tree.flatten(self.state.params)
-        put = [self._put(loaded[name]) if name in loaded else leaf for name, leaf in zip(names, leaves, strict=True)]
-        start = jax.jit(self.algorithm.start_from, out_shardings=self._everywhere)  # pyright: ignore
+        put = [
+            leaf
+            if name not in loaded
+            else jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda at, x=loaded[name]: x[at])
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        start = jax.jit(self.algorithm.start_from, out_shardings=self._sharding)  # pyright: ignore
         self.state = start(jax.tree.unflatten(tree, put))
 
     @property
@@ -144,6 +153,7 @@ class Learner:
 
     def export(self, path: Path, clock: int | None = None) -> Path:
         """Write the bundle of the acting weights; the first rank alone does. `clock`: None is the last order's."""
+        params = jax.tree.map(gathered, self.algorithm.acting_params(self.state))
         if jax.process_index() == 0:
             run = {"project": self.spec.project, "name": self.spec.name, "seed": self.spec.seed}
             write_bundle(
@@ -151,7 +161,7 @@ class Learner:
                 policy=getattr(self.algorithm.policy, "merged_spec", self.spec.policy).model_dump(mode="json"),
                 contract=self.data.contract,
                 normalizer=self.data.normalizer,
-                params=flatten_params(self.algorithm.acting_params(self.state)),
+                params=flatten_params(params),
                 precision=self.spec.precision,
                 run={**run, "step": self.clock if clock is None else clock, "updates": self.step},
                 files={} if self.data.prompter is None else self.data.prompter.files(),

@@ -24,7 +24,7 @@ ROWS = ("data", "fsdp")
 """Axes over which the rows of a batch are spread."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"embedding", ("tensor", "fsdp")),  # [V, W]
+    (r"embedding", (None, "fsdp")),  # [V, W]
     (r"(backbone|expert|vision)\.layers\.(qkv|gate_up|up)", (None, "fsdp", "tensor")),  # [D, W, M]
     (r"(backbone|expert|vision)\.layers\.(out|down)", (None, "tensor", "fsdp")),  # [D, M, W]
     (r"(backbone|expert)\.layers\.\w+_norm_kernel", (None, "fsdp", None)),  # [D, W, 3 W]

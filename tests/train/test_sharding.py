@@ -1,0 +1,77 @@
+"""Weights cut over devices: what lies where, and that it computes the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from rlsvc.core.errors import UserError
+from rlsvc.nn.params import leaf_names
+from rlsvc.spec.compose import compose
+from rlsvc.train.learner import Learner
+from rlsvc.train.orchestrator import Order
+from rlsvc.train.sharding import gathered
+
+def run(folder, *words):
+    spec = compose([*sys.argv[2:], *words])
+    learner = Learner(spec, __import__("pathlib").Path(folder))
+    order = Order("update", 4, hook="update", num_updates=4, buffer={"demonstrations": 1.0})
+    return learner, learner.execute(order)["loss"]
+
+assert jax.device_count() == 4
+whole, loss = run(sys.argv[1] + "/whole")
+cut, same = run(sys.argv[1] + "/cut", "learner.fsdp=2", "learner.tensor=2")
+assert abs(loss - same) < 1e-4 * abs(loss), (loss, same)
+names = leaf_names(cut.state)
+leaves = dict(zip(names, jax.tree.leaves(cut.state)))
+for part in ("params", "opt_state.0.mu"):
+    x = next(leaf for name, leaf in leaves.items() if part in name and name.endswith("backbone.layers.gate_up"))
+    shape = x.addressable_shards[0].data.shape
+    assert shape == (x.shape[0], x.shape[1] // 2, x.shape[2] // 2), (shape, x.shape)
+for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(cut.state.params)):
+    np.testing.assert_allclose(gathered(a), gathered(b), atol=2e-4)
+try:
+    run(sys.argv[1] + "/odd", "learner.fsdp=4", "policy.backbone.width=98")
+except UserError as error:
+    assert "learner.fsdp: 4 does not divide the 98 of weight" in str(error), error
+else:
+    raise AssertionError("a mesh that does not divide the weights was taken")
+try:
+    run(sys.argv[1] + "/three", "learner.fsdp=3")
+except UserError as error:
+    assert "3 x 1 does not divide the 4 devices" in str(error), error
+else:
+    raise AssertionError("a mesh that does not divide the devices was taken")
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_weights_cut_over_four_devices_train_as_whole_ones_and_each_device_holds_its_part(tmp_path, root):
+    import numpy as np
+
+    from rlsvc.envs.two_goals import demonstrations
+
+    data = tmp_path / "two_goals.npz"
+    np.savez_compressed(data, **demonstrations(4))
+    env = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": str(root),
+        "JAX_PLATFORMS": "cpu",
+    }
+    words = [
+        "experiment=pi05_debug", f"data.datasets.0.path={data}", f"root={tmp_path}", "algo.batch_size=8", "env=null",
+        "algo.schedule.warmup_steps=0",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), *words], env=env, capture_output=True, text=True, cwd=Path(root)
+    )
+    assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
