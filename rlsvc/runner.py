@@ -5,6 +5,7 @@ Letters: B batch, T observation steps, H actions of a chunk, A action dimensions
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,7 @@ class PolicyRunner:
         import jax.numpy as jnp
 
         from rlsvc.nn.backend import for_host, on_device, setup_jax
+        from rlsvc.nn.params import leaf_names
         from rlsvc.policies import ActOptions, make_policy, make_prompter
         from rlsvc.policies.api import normalize_observation
 
@@ -129,6 +131,10 @@ class PolicyRunner:
         options = ActOptions(sample_steps=sample_steps, explore=explore)
         self._prepare = None if prompter is None else partial(prompter, normalizer=normalizer, group=which)
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
+        self._dtypes = [
+            policy.dtype if re.fullmatch(policy.narrow, name) else leaf.dtype
+            for name, leaf in zip(leaf_names(self._like), jax.tree.leaves(self._like), strict=True)
+        ]
         self._tree = tree = jax.tree.structure(self._like)
         # Leaves, since to flatten nnx states takes as long as a tenth of a planner's call.
         self._weights: list[Any] = []
@@ -179,7 +185,8 @@ class PolicyRunner:
 
         named = isinstance(params, dict) and all(isinstance(value, np.ndarray) for value in params.values())
         tree = unflatten_params(params, self._like) if named else params
-        self._weights = jax.device_put(self._tree.flatten_up_to(tree))
+        leaves = self._tree.flatten_up_to(tree)
+        self._weights = [jax.device_put(x).astype(dtype) for x, dtype in zip(leaves, self._dtypes, strict=True)]
         self.version = version
 
     @classmethod

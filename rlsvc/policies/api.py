@@ -58,9 +58,17 @@ class ActOptions:
 
 @runtime_checkable
 class Policy(Protocol):
-    """A policy that acts in chunks."""
+    """A policy that acts in chunks.
+
+    Attributes:
+        dtype: of its matrix products.
+        narrow: a regular expression of the weights that acting reads in the compute dtype alone, so that a runner keeps
+            them in it; "" keeps all as they are.
+    """
 
     contract: Contract
+    dtype: Any
+    narrow: str
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Fresh float32 weights."""

@@ -188,6 +188,8 @@ def sample(
 class DiffusionPolicy:
     """The policy of `rlsvc.policies.api`, static and hashable; weights are the nnx state of a DiffusionNet."""
 
+    narrow = ""
+
     def __init__(self, spec: DiffusionSpec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the contract fits the specification.
 

@@ -287,6 +287,8 @@ def _state_width(contract: Contract) -> int:
 class Pi0Policy:
     """The policy of `rlsvc.policies.api`, static; weights are the nnx state of a Pi0Net."""
 
+    narrow = r"(backbone|expert|vision)\.layers\.(qkv|out|gate_up|up|down)|embedding|vision\.head"
+
     def __init__(self, spec: Pi0Spec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the contract fits the specification.
 

@@ -205,6 +205,7 @@ class TDMPC2Policy:
     """
 
     unroll: int | None = None
+    narrow = ""
 
     def __init__(self, spec: TDMPC2PolicySpec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the nets can be built for this contract.
