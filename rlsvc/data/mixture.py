@@ -13,13 +13,19 @@ import numpy as np
 from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import ContractError, DatasetError
 from rlsvc.core.types import EpisodeTable
-from rlsvc.data.load import load_table
-from rlsvc.data.normalize import Normalizer
+from rlsvc.data.normalize import FIELDS, Normalizer, Stats, compute_stats
+from rlsvc.data.repack import load_features
+from rlsvc.data.transforms import ACTION, RobotTransforms
 from rlsvc.data.windows import Windows
 from rlsvc.spec.data import DataSpec
+from rlsvc.spec.robot import RobotSpec
 
 Prepare = Callable[[dict[str, np.ndarray], Normalizer, int], dict[str, np.ndarray]]
 """Observations by name, with texts, to what a policy sees: the same for the columns of a dataset and for a request."""
+
+
+BLOCK = 4096
+"""Windows that are gathered at once for statistics."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,13 @@ def split_episodes(num_episodes: int, spec: DataSpec) -> Split:
 
 
 def load_demonstrations(
-    spec: DataSpec, *, n_obs_steps: int, horizon: int, action_horizon: int, prepare: Prepare | None = None
+    spec: DataSpec,
+    *,
+    n_obs_steps: int,
+    horizon: int,
+    action_horizon: int,
+    prepare: Prepare | None = None,
+    robot: RobotSpec | None = None,
 ) -> Demonstrations:
     """Read every dataset of the mixture.
 
@@ -79,15 +91,21 @@ def load_demonstrations(
         horizon: H.
         action_horizon: how many of the H actions are executed.
         prepare: what the policy needs done with texts; None for a policy that reads none.
+        robot: whose numbers these are; the windows hold what it makes of them, and the statistics are theirs.
 
     Raises:
-        ContractError: a text among the observations, and nobody to read it.
+        ContractError: a text among the observations, and nobody to read it; or a robot that does not fit the data.
         DatasetError: a dataset that cannot be used, datasets whose features or rates differ, or a feature that is
             missing; the message names dataset and feature.
     """
     keys = (*spec.observation, spec.action)
-    tables = [load_table(dataset, keys) for dataset in spec.datasets]
+    tables = [load_features(dataset, keys, robot) for dataset in spec.datasets]
     features = _common_features(tables, keys)
+    observation = {key: features[key] for key in spec.observation}
+    contract = Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon)
+    transforms = RobotTransforms(robot)
+    transforms.check(contract)
+    tables = [_encoded(table, spec.action, transforms) for table in tables]
     groups = sorted({dataset.group for dataset in spec.datasets})
     splits = [split_episodes(table.num_episodes, spec) for table in tables]
     train = [table.select(list(split.train)) for table, split in zip(tables, splits, strict=True)]
@@ -130,17 +148,46 @@ def load_demonstrations(
             action=spec.action,
             n_obs_steps=n_obs_steps,
             horizon=horizon,
+            delta=None if robot is None else robot.delta,
         )
 
     held_back = [table.select(list(split.validation)) for table, split in zip(tables, splits, strict=True)]
-    observation = {key: features[key] for key in spec.observation}
+    to_learn = windows(train)
+    if to_learn.delta is not None:
+        normalizer = normalizer.with_stats(ACTION, relative_stats(to_learn, len(groups)))
     return Demonstrations(
-        train=windows(train),
+        train=to_learn,
         validation=windows(held_back) if spec.validation_fraction else None,
         normalizer=normalizer,
-        contract=Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon),
+        contract=contract,
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},
     )
+
+
+def relative_stats(windows: Windows, num_groups: int) -> tuple[Stats, ...]:
+    """By group the statistics of relative actions: of each that is not padded, in each of the windows.
+
+    Args:
+        windows: in host memory, with a delta.
+        num_groups: G.
+    """
+    assert windows.delta is not None
+    windows = replace(windows, observation=(windows.delta.of,))
+    out = []
+    for group in range(num_groups):
+        rows = np.flatnonzero(windows.group == group)
+        batches = (windows.gather(rows[start : start + BLOCK]) for start in range(0, len(rows), BLOCK))
+        actions = np.concatenate([batch["action"][batch["mask"]] for batch in batches])
+        # One dimension at a time, since statistics are made in float64.
+        columns = [compute_stats(actions[:, dim]) for dim in range(actions.shape[-1])]
+        out.append(Stats(*(np.stack([getattr(c, name) for c in columns]) for name in FIELDS), count=len(actions)))
+    return tuple(out)
+
+
+def _encoded(table: EpisodeTable, action: str, transforms: RobotTransforms) -> EpisodeTable:
+    """The table with the numbers that a policy learns."""
+    columns = {key: transforms.encode(ACTION if key == action else key, x) for key, x in table.columns.items()}
+    return replace(table, columns=columns)
 
 
 def table_contract(table: EpisodeTable, spec: DataSpec, n_obs_steps: int) -> Contract:

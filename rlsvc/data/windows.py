@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlsvc.core.types import EpisodeTable
+from rlsvc.data.transforms import relative
+from rlsvc.spec.robot import DeltaSpec
 
 Batch = dict[str, Any]
 """observation: by name [B, T, ...]; action: [B, H, A] float32; mask: [B, H] bool, False where padded; group: [B]."""
@@ -26,7 +28,7 @@ Batch = dict[str, Any]
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["columns", "anchor", "start", "end", "group", "offset", "weight"],
-    meta_fields=["observation", "action", "n_obs_steps", "horizon"],
+    meta_fields=["observation", "action", "n_obs_steps", "horizon", "delta"],
 )
 @dataclass(frozen=True)
 class Windows:
@@ -42,6 +44,7 @@ class Windows:
         action: name of the action feature.
         n_obs_steps: T.
         horizon: H.
+        delta: which actions are given relative to the newest state of their window; None gives all as they are.
     """
 
     columns: dict[str, Any]
@@ -55,6 +58,7 @@ class Windows:
     action: str
     n_obs_steps: int
     horizon: int
+    delta: DeltaSpec | None = None
 
     @property
     def num_windows(self) -> int:
@@ -82,6 +86,7 @@ class Windows:
         action: str,
         n_obs_steps: int,
         horizon: int,
+        delta: DeltaSpec | None = None,
     ) -> Windows:
         """Windows over tables of one schema, in host memory (numpy)."""
         base, parts, offset = 0, [], [0]
@@ -108,6 +113,7 @@ class Windows:
             action,
             n_obs_steps,
             horizon,
+            delta,
         )
 
     def draw(self, key: jax.Array, batch_size: int) -> jax.Array:
@@ -126,9 +132,10 @@ class Windows:
         lead = (1,) * (anchor.ndim - 1)
         steps = anchor + xp.arange(first, first + self.horizon).reshape(*lead, self.horizon)
         rows = xp.clip(anchor + xp.arange(first, 1).reshape(*lead, self.n_obs_steps), start, end - 1)
+        observation = {key: self.columns[key][rows] for key in self.observation}
         return {
-            "observation": {key: self.columns[key][rows] for key in self.observation},
-            "action": self.columns[self.action][xp.clip(steps, start, end - 1)],
+            "observation": observation,
+            "action": relative(self.columns[self.action][xp.clip(steps, start, end - 1)], observation, self.delta),
             "mask": (steps >= start) & (steps < end),
             "group": self.group[index],
         }

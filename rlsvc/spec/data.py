@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
+from rlsvc.spec.robot import Keys
 
 NormalizationMode = Literal["mean_std", "min_max", "quantile", "identity"]
 
@@ -26,6 +27,9 @@ class DatasetSpec(Spec):
     """Only these episodes; null takes all."""
     group: str = "default"
     """Datasets of one group share a normaliser."""
+    keys: Keys = Field(default_factory=dict)
+    """By the run's feature name what this dataset calls it, where that differs (`{observation.state: state}`); vectors
+    in a list are joined (`{observation.state: [joint_position, gripper_position]}`)."""
 
 
 class DataSpec(Spec):

@@ -22,9 +22,9 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import Chunk, EpisodeTable
 from rlsvc.data.journal import Journal
-from rlsvc.data.load import load_table
 from rlsvc.data.mixture import load_demonstrations, table_contract
 from rlsvc.data.normalize import Normalizer
+from rlsvc.data.repack import load_features
 from rlsvc.data.replay import Replay
 from rlsvc.data.replay_table import replay_from_table
 from rlsvc.data.sequence import mix
@@ -152,6 +152,7 @@ class Learner:
                 precision=self.spec.precision,
                 run={**run, "step": self.clock if clock is None else clock, "updates": self.step},
                 files={} if self.data.prompter is None else self.data.prompter.files(),
+                robot=self.spec.robot,
             )
         return path
 
@@ -180,6 +181,7 @@ class WindowData:
             horizon=policy.horizon,
             action_horizon=policy.n_action_steps,
             prepare=self.prompter,
+            robot=spec.robot,
         )
         self.normalizer = self.demonstrations.normalizer
         self.contract = _joined(self.demonstrations.contract, env, spec)
@@ -311,7 +313,7 @@ class SequenceData:
         if len(spec.data.datasets) > 1:
             raise UserError(f"data.datasets: {spec.algo.name} learns from one dataset, got {len(spec.data.datasets)}")
         extra = [name for name in (spec.data.reward, spec.data.terminated) if name is not None]
-        return load_table(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action, *extra))
+        return load_features(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action, *extra))
 
 
 def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:

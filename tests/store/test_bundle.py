@@ -108,10 +108,10 @@ def test_a_missing_file_is_named(path, file):
     refused(path, file.replace(".", r"\."))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_another_schema_version_is_refused(path, version):
     edit(path, lambda meta: meta.update(schema_version=version))
-    refused(path, rf"bundle\.json: schema_version is {version!r}, this rlsvc reads 1")
+    refused(path, rf"bundle\.json: schema_version is {version!r}, this rlsvc reads 1 and 2")
 
 
 @pytest.mark.parametrize("field", ["manifest", "contract", "normalizer", "policy", "id", "precision", "run"])
