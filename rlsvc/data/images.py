@@ -1,4 +1,4 @@
-"""Images on the host: their size, for datasets and requests alike. Letters: H W height and width, C channels."""
+"""Images on the host: their size, for datasets, simulators and requests alike. Letters: H W height and width."""
 
 from __future__ import annotations
 
@@ -25,4 +25,14 @@ def resize_with_pad(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
     out = np.zeros((*size, image.shape[2]), np.uint8)
     out[top : top + height, left : left + width] = np.asarray(small)
+    return out
+
+
+def resize_images(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """`resize_with_pad` of [..., H, W, 3] uint8, one after the other."""
+    if images.shape[-3:-1] == tuple(size):
+        return images
+    out = np.empty((*images.shape[:-3], *size, 3), np.uint8)
+    for index in np.ndindex(images.shape[:-3]):
+        out[index] = resize_with_pad(images[index], size)
     return out

@@ -99,13 +99,11 @@ def load_demonstrations(
             missing; the message names dataset and feature.
     """
     keys = (*spec.observation, spec.action)
-    tables = [load_features(dataset, keys, robot) for dataset in spec.datasets]
+    transforms = RobotTransforms(robot)
+    tables = [_encoded(load_features(dataset, keys), spec, transforms) for dataset in spec.datasets]
     features = _common_features(tables, keys)
     observation = {key: features[key] for key in spec.observation}
     contract = Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon)
-    transforms = RobotTransforms(robot)
-    transforms.check(contract)
-    tables = [_encoded(table, spec.action, transforms) for table in tables]
     groups = sorted({dataset.group for dataset in spec.datasets})
     splits = [split_episodes(table.num_episodes, spec) for table in tables]
     train = [table.select(list(split.train)) for table, split in zip(tables, splits, strict=True)]
@@ -184,9 +182,11 @@ def relative_stats(windows: Windows, num_groups: int) -> tuple[Stats, ...]:
     return tuple(out)
 
 
-def _encoded(table: EpisodeTable, action: str, transforms: RobotTransforms) -> EpisodeTable:
-    """The table with the numbers that a policy learns."""
-    columns = {key: transforms.encode(ACTION if key == action else key, x) for key, x in table.columns.items()}
+def _encoded(table: EpisodeTable, spec: DataSpec, transforms: RobotTransforms) -> EpisodeTable:
+    """The table with the numbers that a policy learns, and images of the size that it sees."""
+    observation = {key: _feature(table, key) for key in spec.observation}
+    transforms.check(Contract(observation, _feature(table, spec.action), table.fps))
+    columns = {key: transforms.encode(ACTION if key == spec.action else key, x) for key, x in table.columns.items()}
     return replace(table, columns=columns)
 
 

@@ -22,13 +22,12 @@ from rlsvc.spec.data import DatasetSpec
 from rlsvc.spec.robot import RobotSpec
 
 
-def load_features(dataset: DatasetSpec, names: Sequence[str], robot: RobotSpec | None = None) -> EpisodeTable:
-    """The selected episodes of a dataset under the run's names, images in the robot's size.
+def load_features(dataset: DatasetSpec, names: Sequence[str]) -> EpisodeTable:
+    """The selected episodes of a dataset under the run's names.
 
     Args:
         dataset: what to read, and what it calls the features.
         names: the run's features.
-        robot: brings images to its size.
 
     Raises:
         DatasetError: as `rlsvc.data.load.load_table`; or a name that is no feature of the run, or features that
@@ -46,13 +45,7 @@ def load_features(dataset: DatasetSpec, names: Sequence[str], robot: RobotSpec |
     table = load_table(dataset, list(dict.fromkeys(key for keys in sources.values() for key in keys)))
     columns, labels, units = {}, {}, {}
     for name, keys in sources.items():
-        column = table.columns[keys[0]] if len(keys) == 1 else _joined_column(table, name, keys)
-        if robot is not None and robot.image_size is not None and column.dtype == np.uint8 and column.ndim == 4:
-            try:
-                column = _resized_column(column, robot.image_size)
-            except DatasetError as error:
-                raise DatasetError(f"{table.source}: '{name}': {error}") from error
-        columns[name] = column
+        columns[name] = table.columns[keys[0]] if len(keys) == 1 else _joined_column(table, name, keys)
         if all(key in table.names for key in keys):
             labels[name] = tuple(label for key in keys for label in table.names[key])
         if len(found := {table.units.get(key, "") for key in keys}) == 1:
@@ -170,15 +163,3 @@ def _joined_column(table: EpisodeTable, name: str, keys: Sequence[str]) -> np.nd
                 f"{table.source}: '{key}' is {column.dtype} {column.shape[1:]}; '{name}' joins vectors of floats"
             )
     return np.concatenate([column.reshape(len(column), -1) for column in columns], axis=1)
-
-
-def _resized_column(column: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """[N, *size, 3] uint8."""
-    if column.shape[1:3] == tuple(size):
-        return column
-    if column.shape[-1] != 3:
-        raise DatasetError(f"images of shape {column.shape[1:]} cannot be resized; expected 3 channels")
-    out = np.empty((len(column), *size, column.shape[-1]), np.uint8)
-    for row, image in enumerate(column):
-        out[row] = resize_with_pad(image, size)
-    return out

@@ -1,8 +1,8 @@
 """A robot's numbers and those that a policy learns: pairs that undo each other, for training and acting alike.
 
-Maps change single dimensions of a feature, whole columns at once. A relative action is the action less the state in
-which the policy acts, which is the newest of its window: so it is made window by window, after the maps and before the
-normaliser, whose statistics are those of relative actions. Acting goes the same way back.
+Images come to one size, and maps change single dimensions of a feature, whole columns at once. A relative action is the
+action less the state in which the policy acts, which is the newest of its window: so it is made window by window, after
+the maps and before the normaliser, whose statistics are those of relative actions. Acting goes the same way back.
 
 Letters: B batch, T observation steps, H actions of a chunk, A action dimensions, D numbers of a feature.
 """
@@ -10,12 +10,14 @@ Letters: B batch, T observation steps, H actions of a chunk, A action dimensions
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import ContractError, nearest
+from rlsvc.data.images import resize_images
 from rlsvc.spec.robot import AffineSpec, DeltaSpec, MapSpec, RangeSpec, RobotSpec, SliderCrankSpec
 
 ACTION = "action"
@@ -63,13 +65,19 @@ class RobotTransforms:
         self.spec = spec
         self._maps = {} if spec is None else spec.maps
         self._delta = None if spec is None else spec.delta
+        self._size = None if spec is None else spec.image_size
 
     def encode(self, name: str, x: np.ndarray) -> np.ndarray:
-        """The policy's numbers for a robot's, [..., D] float32; `name`: of the feature, `action` for actions."""
+        """The policy's numbers for a robot's, [..., D] float32, or its images, [..., H, W, 3].
+
+        `name`: of the feature, `action` for actions.
+        """
+        if self._size is not None and x.dtype == np.uint8 and x.ndim >= 3:
+            return resize_images(x, self._size)
         return self._mapped(name, x, lambda m, column: MAPS[m.name][0](m, column), 1)
 
     def decode(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Inverse of `encode`."""
+        """Inverse of `encode` for numbers."""
         return self._mapped(name, x, lambda m, column: MAPS[m.name][1](m, column), -1)
 
     def encode_observation(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -80,12 +88,19 @@ class RobotTransforms:
         """What a policy returned, [B, H, A], in the robot's numbers; `observation`: what it saw, encoded."""
         return self.decode(ACTION, absolute(action, observation, self._delta))
 
+    def seen(self, contract: Contract) -> Contract:
+        """What a policy sees of a contract: its images in the robot's size."""
+        if self._size is None:
+            return contract
+        images = {key: replace(f, shape=(*self._size, 3)) for key, f in contract.observation.items() if f.is_image}
+        return replace(contract, observation={**contract.observation, **images})
+
     def check(self, contract: Contract) -> None:
         """Refuse a specification that does not fit a contract.
 
         Raises:
-            ContractError: a feature or dimension that is not there, a feature that the runtime has no name for, or
-                another control rate.
+            ContractError: a feature or dimension that is not there, a feature that the runtime has no name for, an
+                image that cannot be resized, or another control rate.
         """
         if self.spec is None:
             return
@@ -97,6 +112,11 @@ class RobotTransforms:
         if self._delta is not None:
             for name in (ACTION, self._delta.of):
                 _check_dims(f"{where}: delta", name, self._delta.dims, features)
+        for name, feature in contract.observation.items() if self._size is not None else ():
+            if feature.is_image and feature.shape[-1] != 3:
+                raise ContractError(
+                    f"{where}: image_size needs images of 3 channels, '{name}' has {feature.shape[-1]}; set it to null"
+                )
         for name in contract.observation if self.spec.keys else ():
             if name not in self.spec.keys:
                 raise ContractError(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -148,8 +149,10 @@ def read_bundle(path: str | Path) -> Bundle:
         manifest = dict(meta["manifest"])
         contract, normalizer = Contract.from_json(meta["contract"]), Normalizer.from_json(meta["normalizer"])
         policy, stated_id = dict(meta["policy"]), str(meta["id"])
-        robot = None if meta.get("robot") is None else RobotSpec.model_validate(meta["robot"])
+        robot = None if meta.get("robot") is None else _robot(meta["robot"], path)
         precision, run = str(meta["precision"]), dict(meta["run"])
+    except BundleError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BundleError(f"{path / META}: field {error} is missing or malformed") from error
     if PARAMS not in manifest:
@@ -166,6 +169,25 @@ def read_bundle(path: str | Path) -> Bundle:
     normalizer.check_contract(contract)
     RobotTransforms(robot).check(contract)
     return Bundle(stated_id, policy, precision, contract, normalizer, params, run, path, robot)
+
+
+def read_robot(path: str | Path) -> RobotSpec | None:
+    """The robot of a bundle, without its weights.
+
+    Raises:
+        BundleError: not a bundle, or another schema version.
+    """
+    robot = _read_meta(Path(path)).get("robot")
+    return None if robot is None else _robot(robot, Path(path))
+
+
+def _robot(value: Any, path: Path) -> RobotSpec:
+    try:
+        return RobotSpec.model_validate(value)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in ("robot", *fault["loc"]))
+        raise BundleError(f"{path / META}: '{where}': {fault['msg']}") from error
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rlsvc.data.repack import load_features
 from rlsvc.data.replay import Replay
 from rlsvc.data.replay_table import replay_from_table
 from rlsvc.data.sequence import mix
+from rlsvc.data.transforms import RobotTransforms
 from rlsvc.data.windows import Windows
 from rlsvc.nn.backend import setup_jax
 from rlsvc.nn.params import flatten_params, leaf_names
@@ -324,6 +325,7 @@ def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:
     """
     if env is None:
         return mine
+    env = RobotTransforms(spec.robot).seen(env)
     mine.check_same(env, "dataset", f"environment {spec.env.name if spec.env else ''}")
     observation = {key: env.observation[key] for key in mine.observation}
     return Contract(observation, env.action, mine.rate_hz, mine.n_obs_steps, mine.action_horizon)
