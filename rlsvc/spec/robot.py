@@ -102,10 +102,10 @@ class RobotSpec(Spec):
     """Of the robot, for messages."""
     rate_hz: float | None = Field(default=None, gt=0)
     """Control rate, which the data must have; null for a simulator, which waits."""
-    horizon: int = Field(default=1, ge=1)
+    horizon: int | None = Field(default=None, ge=1)
     """Actions of a chunk that its runtime is published with, for `policy.horizon: ${robot.horizon}`."""
-    execute: int = Field(default=1, ge=1)
-    """Actions of a chunk that its runtime executes before it asks again."""
+    execute: int | None = Field(default=None, ge=1)
+    """Actions of a chunk that its runtime executes before it asks again; null executes all."""
     episode_steps: int | None = Field(default=None, ge=1)
     """Control steps after which its runtime ends an episode; null goes on."""
     keys: Keys = Field(default_factory=dict)
@@ -131,7 +131,7 @@ class RobotSpec(Spec):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.execute > self.horizon:
+        if self.execute is not None and self.horizon is not None and self.execute > self.horizon:
             raise ValueError(f"execute: got {self.execute}, at most horizon = {self.horizon}")
         sent = [key for keys in self.keys.values() for key in keys] + list(self.unused)
         if double := next((key for key in sent if sent.count(key) > 1), None):

@@ -137,7 +137,7 @@ class RunSpec(Spec):
             return
         if ALGORITHMS[self.algo.name].sequence_length is not None:
             raise ValueError(f"robot: {self.algo.name} takes the numbers as they are; a robot goes with imitation")
-        if self.robot.execute > self.policy.n_action_steps:
+        if self.robot.execute is not None and self.robot.execute > self.policy.n_action_steps:
             raise ValueError(
                 f"policy.n_action_steps: got {self.policy.n_action_steps}, robot '{self.robot.name}' executes "
                 f"{self.robot.execute} actions of a chunk (robot.execute)"

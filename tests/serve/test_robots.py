@@ -5,6 +5,7 @@ gets is then known, in the robot's own numbers.
 """
 
 import contextlib
+import warnings
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from openpi_client.action_chunk_broker import ActionChunkBroker
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from serving_fakes import serving
 
+from rlsvc.client import PolicyClient
 from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.data.normalize import Normalizer
 from rlsvc.nn.params import flatten_params
@@ -102,7 +104,9 @@ def served(request, tmp_path_factory):
 
 @contextlib.contextmanager
 def connected(address):
-    client = WebsocketClientPolicy(*address.split(":"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # openpi's client calls websockets the old way
+        client = WebsocketClientPolicy(*address.split(":"))
     try:
         yield client
     finally:
@@ -153,7 +157,10 @@ def test_the_runtime_is_told_what_it_looks_for_when_it_connects(served):
     with connected(address) as client:
         told = client.get_server_metadata()
     assert told.get("reset_pose") == ([0, -1.5, 1.5, 0, 0, 0] if name == "aloha" else None)
-    assert told["robot"]["execute"] == robot_of(name).execute
+    with PolicyClient(address) as client:
+        assert client.execute == robot_of(name).execute
+        reply = client.act(client.contract.example_observation())
+    assert reply.action.shape == (robot_of(name).horizon, WIDTHS[name][1])
 
 
 def without(name, *path):
