@@ -16,6 +16,8 @@ import numpy as np
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import BundleError
 from rlsvc.core.types import ActionChunk
+from rlsvc.data.transforms import RobotTransforms
+from rlsvc.spec.robot import RobotSpec
 from rlsvc.store.bundle import Bundle, read_bundle
 
 BASELINES = ("zero", "random")
@@ -50,11 +52,17 @@ class Runner(Protocol):
         ...
 
 
+class ServedRunner(Runner, Protocol):
+    """A runner that says whose runtime asks it."""
+
+    robot: RobotSpec | None
+
+
 class BaselineRunner:
     """The policies "zero" and "random", in numpy: for baselines, dry runs, and measuring what is around a policy."""
 
-    def __init__(self, name: str, contract: Contract, version: str = "") -> None:
-        self.name, self.contract, self.version = name, contract, version or name
+    def __init__(self, name: str, contract: Contract, version: str = "", robot: RobotSpec | None = None) -> None:
+        self.name, self.contract, self.version, self.robot = name, contract, version or name, robot
         low, high = contract.action.low, contract.action.high
         width = contract.action.shape
         self.low = np.broadcast_to(np.asarray(-1.0 if low is None else low, np.float32), width)
@@ -79,7 +87,7 @@ class BaselineRunner:
         """Nothing is compiled."""
 
 
-COMPILED = ("contract", "policy", "precision", "normalizer")
+COMPILED = ("contract", "policy", "precision", "normalizer", "robot")
 """Parts of a bundle that are compiled in, and so cannot be replaced with the weights."""
 
 
@@ -123,6 +131,7 @@ class PolicyRunner:
 
         setup_jax(device)
         self.contract, self.version, self.name = bundle.contract, bundle.id, str(bundle.policy["name"])
+        self.robot, self._transforms = bundle.robot, RobotTransforms(bundle.robot)
         self._compiled = {name: _compiled(bundle, name) for name in COMPILED}
         self.batch_sizes = tuple(sorted(batch_sizes))
         policy = make_policy(bundle.policy, bundle.contract, bundle.precision)
@@ -194,7 +203,7 @@ class PolicyRunner:
         """Read, verify and make ready; `options` as in the constructor. Baselines need none."""
         bundle = read_bundle(path)
         if bundle.policy.get("name") in BASELINES:
-            return BaselineRunner(str(bundle.policy["name"]), bundle.contract, bundle.id)
+            return BaselineRunner(str(bundle.policy["name"]), bundle.contract, bundle.id, bundle.robot)
         return cls(bundle, **options)  # pyright: ignore[reportArgumentType]
 
     def act(
@@ -242,11 +251,12 @@ class PolicyRunner:
 
         if carry is None:
             carry = self._initial[len(seeds)]
+        observation = self._transforms.encode_observation(observation)
         if self._prepare is not None:
             observation = self._prepare(observation)
         action, extras, carry = self._act(self._weights, observation, np.stack([seeds, steps]), carry)
         action, extras = jax.device_get((action, extras))
-        return ActionChunk(action, self.version, carry, extras)
+        return ActionChunk(self._transforms.to_robot(action, observation), self.version, carry, extras)
 
     def warm_up(self) -> None:
         """Compile every batch size."""

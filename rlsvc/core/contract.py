@@ -183,6 +183,10 @@ class Contract:
             raise ContractError(
                 f"observation '{key}': got {len(texts)} texts, expected one for each of {self.n_obs_steps} steps"
             )
+        if any(not text.strip() for text in texts):
+            raise ContractError(
+                f"observation '{key}': the text is empty, expected what to do, such as 'pick up the cup'"
+            )
         return np.asarray(texts, dtype=np.str_)
 
     def check_same(self, other: Contract, mine: str, theirs: str) -> None:

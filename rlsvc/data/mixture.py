@@ -13,15 +13,21 @@ import numpy as np
 from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import ContractError, DatasetError
 from rlsvc.core.types import EpisodeTable
-from rlsvc.data.load import load_table
 from rlsvc.data.monte_carlo import monte_carlo_returns, outcome_columns, read_outcomes
-from rlsvc.data.normalize import RETURN, Normalizer
+from rlsvc.data.normalize import FIELDS, RETURN, Normalizer, Stats, compute_stats
+from rlsvc.data.repack import load_features
+from rlsvc.data.transforms import ACTION, RobotTransforms
 from rlsvc.data.windows import Windows
 from rlsvc.spec.data import DataSpec
+from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.value_function import ReturnsSpec
 
 Prepare = Callable[[dict[str, np.ndarray], Normalizer, int], dict[str, np.ndarray]]
 """Observations by name, with texts, to what a policy sees: the same for the columns of a dataset and for a request."""
+
+
+BLOCK = 4096
+"""Windows that are gathered at once for statistics."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ def load_demonstrations(
     returns: ReturnsSpec | None = None,
     selection: Selection | None = None,
     prepare: Prepare | None = None,
+    robot: RobotSpec | None = None,
 ) -> Demonstrations:
     """Read every dataset of the mixture.
 
@@ -115,9 +122,10 @@ def load_demonstrations(
             are left out.
         selection: of training steps; validation keeps all of its own, so that its loss compares between selections.
         prepare: what the policy needs done with texts; None for a policy that reads none.
+        robot: whose numbers these are; the windows hold what it makes of them, and the statistics are theirs.
 
     Raises:
-        ContractError: a text among the observations, and nobody to read it.
+        ContractError: a text among the observations, and nobody to read it; or a robot that does not fit the data.
         DatasetError: a dataset that cannot be used, datasets whose features or rates differ, a feature that is missing,
             or a dataset of which no step is left; the message names dataset and feature.
     """
@@ -126,15 +134,18 @@ def load_demonstrations(
         raise DatasetError(f"data.observation, data.action: '{RETURN}' is the target of a value function; leave it out")
     judged = returns is not None or selection is not None
     besides = () if selection is None else selection.columns
-    tables = [
-        load_table(dataset, (*keys, *(outcome_columns(spec, dataset) if judged else ()), *besides))
-        for dataset in spec.datasets
-    ]
+    transforms = RobotTransforms(robot)
+    tables = []
+    for dataset in spec.datasets:
+        outcomes = outcome_columns(spec, dataset) if judged else ()
+        tables.append(_encoded(load_features(dataset, (*keys, *outcomes, *besides)), spec, transforms))
     features = _common_features(tables, keys)
+    observation = {key: features[key] for key in spec.observation}
+    contract = Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon)
     if returns is not None:
         for table, dataset in zip(tables, spec.datasets, strict=True):
-            outcomes = read_outcomes(table, spec, returns.success_bonus, dataset.success)
-            table.columns[RETURN], table.columns[KNOWN] = monte_carlo_returns(outcomes, returns)
+            known = read_outcomes(table, spec, returns.success_bonus, dataset.success)
+            table.columns[RETURN], table.columns[KNOWN] = monte_carlo_returns(known, returns)
     groups = sorted({dataset.group for dataset in spec.datasets})
     splits = [split_episodes(table.num_episodes, spec) for table in tables]
     train = [table.select(list(split.train)) for table, split in zip(tables, splits, strict=True)]
@@ -179,6 +190,7 @@ def load_demonstrations(
             n_obs_steps=n_obs_steps,
             horizon=horizon,
             extra=() if returns is None else (RETURN,),
+            delta=None if robot is None else robot.delta,
         )
         return built if selection is None else built.select(_chosen(raw, selection))
 
@@ -189,14 +201,43 @@ def load_demonstrations(
             by_group[group][RETURN] = learned.columns[RETURN][learned.anchor[learned.group == i]]
         normalizer = Normalizer.fit(by_group, named, spec.normalization)
     held_back = [table.select(list(split.validation)) for table, split in zip(tables, splits, strict=True)]
-    observation = {key: features[key] for key in spec.observation}
+    if learned.delta is not None:
+        normalizer = normalizer.with_stats(ACTION, relative_stats(learned, len(groups)))
     return Demonstrations(
         train=learned,
         validation=windows(held_back, KNOWN_RETURNS if returns else None) if spec.validation_fraction else None,
         normalizer=normalizer,
-        contract=Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon),
+        contract=contract,
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},
     )
+
+
+def relative_stats(windows: Windows, num_groups: int) -> tuple[Stats, ...]:
+    """By group the statistics of relative actions: of each that is not padded, in each of the windows.
+
+    Args:
+        windows: in host memory, with a delta.
+        num_groups: G.
+    """
+    assert windows.delta is not None
+    windows = replace(windows, observation=(windows.delta.of,))
+    out = []
+    for group in range(num_groups):
+        rows = np.flatnonzero(windows.group == group)
+        batches = (windows.gather(rows[start : start + BLOCK]) for start in range(0, len(rows), BLOCK))
+        actions = np.concatenate([batch["action"][batch["mask"]] for batch in batches])
+        # One dimension at a time, since statistics are made in float64.
+        columns = [compute_stats(actions[:, dim]) for dim in range(actions.shape[-1])]
+        out.append(Stats(*(np.stack([getattr(c, name) for c in columns]) for name in FIELDS), count=len(actions)))
+    return tuple(out)
+
+
+def _encoded(table: EpisodeTable, spec: DataSpec, transforms: RobotTransforms) -> EpisodeTable:
+    """The table with the numbers that a policy learns, and images of the size that it sees."""
+    observation = {key: feature_of(table, key) for key in spec.observation}
+    transforms.check(Contract(observation, feature_of(table, spec.action), table.fps))
+    columns = {key: transforms.encode(ACTION if key == spec.action else key, x) for key, x in table.columns.items()}
+    return replace(table, columns=columns)
 
 
 def table_contract(table: EpisodeTable, spec: DataSpec, n_obs_steps: int) -> Contract:

@@ -9,7 +9,7 @@ Letters: N steps, G groups of datasets that share statistics, B batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,10 @@ class Normalizer:
                 except DatasetError as error:
                     raise DatasetError(f"'{key}': {error}") from error
         return cls(groups, chosen, stats)
+
+    def with_stats(self, key: str, stats: tuple[Stats, ...]) -> Normalizer:
+        """The same with other statistics of one feature, one for each group."""
+        return replace(self, stats={**self.stats, key: stats})
 
     def normalize(self, key: str, x: Any, group: Any = 0) -> Any:
         """Map raw values to normalised ones, float32.

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlsvc.core.types import EpisodeTable
+from rlsvc.data.transforms import relative
+from rlsvc.spec.robot import DeltaSpec
 
 Batch = dict[str, Any]
 """observation: by name [B, T, ...]; action: [B, H, A] float32; mask: [B, H] bool, False where padded; group: [B]; and
@@ -28,7 +30,7 @@ what the windows are asked for besides, by name [B, ...], as of step t."""
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["columns", "anchor", "start", "end", "group", "offset", "weight"],
-    meta_fields=["observation", "action", "n_obs_steps", "horizon", "extra"],
+    meta_fields=["observation", "action", "n_obs_steps", "horizon", "extra", "delta"],
 )
 @dataclass(frozen=True)
 class Windows:
@@ -45,6 +47,7 @@ class Windows:
         n_obs_steps: T.
         horizon: H.
         extra: columns that a batch has besides, as of step t.
+        delta: which actions are given relative to the newest state of their window; None gives all as they are.
     """
 
     columns: dict[str, Any]
@@ -59,6 +62,7 @@ class Windows:
     n_obs_steps: int
     horizon: int
     extra: tuple[str, ...] = ()
+    delta: DeltaSpec | None = None
 
     @property
     def num_windows(self) -> int:
@@ -87,6 +91,7 @@ class Windows:
         n_obs_steps: int,
         horizon: int,
         extra: tuple[str, ...] = (),
+        delta: DeltaSpec | None = None,
     ) -> Windows:
         """Windows over tables of one schema, in host memory (numpy)."""
         base, parts, offset = 0, [], [0]
@@ -114,6 +119,7 @@ class Windows:
             n_obs_steps,
             horizon,
             extra,
+            delta,
         )
 
     def select(self, keep: np.ndarray) -> Windows:
@@ -143,9 +149,10 @@ class Windows:
         lead = (1,) * (anchor.ndim - 1)
         steps = anchor + xp.arange(first, first + self.horizon).reshape(*lead, self.horizon)
         rows = xp.clip(anchor + xp.arange(first, 1).reshape(*lead, self.n_obs_steps), start, end - 1)
+        observation = {key: self.columns[key][rows] for key in self.observation}
         return {
-            "observation": {key: self.columns[key][rows] for key in self.observation},
-            "action": self.columns[self.action][xp.clip(steps, start, end - 1)],
+            "observation": observation,
+            "action": relative(self.columns[self.action][xp.clip(steps, start, end - 1)], observation, self.delta),
             "mask": (steps >= start) & (steps < end),
             "group": self.group[index],
             **{key: self.columns[key][self.anchor[index]] for key in self.extra},

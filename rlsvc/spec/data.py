@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
+from rlsvc.spec.robot import Keys
 
 NormalizationMode = Literal["mean_std", "min_max", "quantile", "identity"]
 
@@ -28,6 +29,9 @@ class DatasetSpec(Spec):
     """Datasets of one group share a normaliser."""
     success: bool | None = None
     """Whether all of its episodes succeeded (demonstrations mostly did); null asks the column `data.success`."""
+    keys: Keys = Field(default_factory=dict)
+    """By the run's feature name what this dataset calls it, where that differs (`{observation.state: state}`); vectors
+    in a list are joined (`{observation.state: [joint_position, gripper_position]}`)."""
 
 
 class DataSpec(Spec):

@@ -16,6 +16,7 @@ from rlsvc.spec.learner import CheckpointSpec, EvaluationSpec, LearnerSpec
 from rlsvc.spec.phases import COLLECT, EVALUATE, PhaseSpec
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.replay import ReplaySpec
+from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
@@ -62,6 +63,8 @@ class RunSpec(Spec):
     """How it learns."""
     data: DataSpec | None = None
     """Demonstrations that it learns from; null for a run that learns from its own rollouts alone."""
+    robot: RobotSpec | None = None
+    """Whose data this is and whose runtime asks the served policy; null learns and answers in the data's own terms."""
     env: EnvSpec | None = None
     """Where the policy collects and is evaluated; null trains without evaluation."""
     rollout: RolloutSpec = RolloutSpec()
@@ -131,6 +134,7 @@ class RunSpec(Spec):
                 f"learner.ranks x algo.optimizer.accumulation = {parts}"
             )
         self._check_phases()
+        self._check_robot()
         if self.data is not None:
             groups = sorted({dataset.group for dataset in self.data.datasets})
             group = self.evaluation.group
@@ -139,6 +143,17 @@ class RunSpec(Spec):
         if self.resume and self.overwrite:
             raise ValueError("resume, overwrite: choose one; resume goes on with the run, overwrite deletes it first")
         return self
+
+    def _check_robot(self) -> None:
+        if self.robot is None:
+            return
+        if ALGORITHMS[self.algo.name].sequence_length is not None:
+            raise ValueError(f"robot: {self.algo.name} takes the numbers as they are; a robot goes with imitation")
+        if self.robot.execute is not None and self.robot.execute > self.policy.n_action_steps:
+            raise ValueError(
+                f"policy.n_action_steps: got {self.policy.n_action_steps}, robot '{self.robot.name}' executes "
+                f"{self.robot.execute} actions of a chunk (robot.execute)"
+            )
 
     def _check_phases(self) -> None:
         entry = ALGORITHMS[self.algo.name]

@@ -22,12 +22,13 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import Chunk, EpisodeTable
 from rlsvc.data.journal import Journal
-from rlsvc.data.load import load_table
 from rlsvc.data.mixture import load_demonstrations, table_contract
 from rlsvc.data.normalize import Normalizer
+from rlsvc.data.repack import load_features
 from rlsvc.data.replay import Replay
 from rlsvc.data.replay_table import replay_from_table
 from rlsvc.data.sequence import mix
+from rlsvc.data.transforms import RobotTransforms
 from rlsvc.data.windows import Windows
 from rlsvc.nn.backend import setup_jax
 from rlsvc.nn.params import flatten_params, leaf_names
@@ -165,6 +166,7 @@ class Learner:
                 precision=self.spec.precision,
                 run={**run, "step": self.clock if clock is None else clock, "updates": self.step},
                 files={} if self.data.prompter is None else self.data.prompter.files(),
+                robot=self.spec.robot,
             )
         return path
 
@@ -196,6 +198,7 @@ class WindowData:
             prepare=self.prompter,
             returns=getattr(policy, "returns", None),
             selection=advantage and advantage_selection(advantage, spec.data, root=spec.root, device=spec.device),
+            robot=spec.robot,
         )
         self.normalizer = self.demonstrations.normalizer
         self.contract = _joined(self.demonstrations.contract, env, spec)
@@ -327,7 +330,7 @@ class SequenceData:
         if len(spec.data.datasets) > 1:
             raise UserError(f"data.datasets: {spec.algo.name} learns from one dataset, got {len(spec.data.datasets)}")
         extra = [name for name in (spec.data.reward, spec.data.terminated) if name is not None]
-        return load_table(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action, *extra))
+        return load_features(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action, *extra))
 
 
 def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:
@@ -338,6 +341,7 @@ def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:
     """
     if env is None:
         return mine
+    env = RobotTransforms(spec.robot).seen(env)
     mine.check_same(env, "dataset", f"environment {spec.env.name if spec.env else ''}")
     observation = {key: env.observation[key] for key in mine.observation}
     return Contract(observation, env.action, mine.rate_hz, mine.n_obs_steps, mine.action_horizon)

@@ -6,9 +6,11 @@ import contextlib
 import json
 from pathlib import Path
 
+from rlsvc.data.transforms import RobotTransforms
 from rlsvc.envs.make import make_env
 from rlsvc.runner import BASELINES, BaselineRunner, Runner
 from rlsvc.spec.env import EnvSpec
+from rlsvc.store.bundle import read_robot
 from rlsvc.store.registry import resolve
 from rlsvc.train.cluster import cluster_gpus, ensure_ray, takes_gpu
 from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate
@@ -66,8 +68,10 @@ def evaluate_bundle(
                 else RayInference(sizes, float(takes_gpu(device, cluster_gpus())), sample_steps, group)
             )
             stack.callback(inference.close)
-            contract = inference.load(resolve(bundle, root=root).absolute())
-            contract.check_same(env.contract(), "policy", f"environment {env_spec.name}")
+            path = resolve(bundle, root=root).absolute()
+            contract = inference.load(path)
+            seen = RobotTransforms(read_robot(path)).seen(env.contract())
+            contract.check_same(seen, "policy", f"environment {env_spec.name}")
             runner = inference
         pool = make_workers(env_spec, runner.contract.n_obs_steps, workers, local)
         stack.callback(pool.close)
