@@ -107,6 +107,20 @@ class DMControlSpec(EnvBase):
     """Arguments of the task."""
 
 
+class AlohaSpec(EnvBase):
+    """A simulated task of ALOHA: two arms, a camera above the table; reward 0 to 4 by stage, success at 4."""
+
+    name: Literal["aloha"] = "aloha"
+    task: Literal["transfer_cube", "insertion"] = "transfer_cube"
+    """transfer_cube: the right arm hands a cube to the left one; insertion: the right arm puts a peg into the socket
+    that the left one holds."""
+    prompt: str | None = Field(default=None, min_length=1)
+    """The instruction; null has the task's own, "Transfer cube" or "Insert the peg into the socket"."""
+    max_steps: int | None = Field(default=400, ge=1)
+    """Control steps (50 Hz) after which an episode is cut off: 400 is what ACT and LeRobot report (ACT 500 for insertion
+    from human demonstrations); gym-aloha itself stops at 300."""
+
+
 class ManiSkillSpec(EnvBase):
     """A task of ManiSkill 3. It needs a Vulkan device, also for state observations."""
 
@@ -155,7 +169,7 @@ class LiberoSpec(EnvBase):
     """Its packages: about 2 GB, installed on first use."""
 
 
-BuiltIn = PushTSpec | GymnasiumSpec | DMControlSpec | ManiSkillSpec | LiberoSpec
+BuiltIn = PushTSpec | GymnasiumSpec | DMControlSpec | ManiSkillSpec | LiberoSpec | AlohaSpec
 SPECS: dict[str, type[EnvBase]] = {cls.model_fields["name"].default: cls for cls in get_args(BuiltIn)}
 
 
