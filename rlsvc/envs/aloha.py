@@ -1,8 +1,9 @@
-"""The two simulated tasks of ALOHA (arXiv:2304.13705), as gym-aloha packages them, by the names of its LeRobot datasets.
+"""The two simulated tasks of ALOHA (arXiv:2304.13705), as gym-aloha packages them, with its datasets' names.
 
-`observation.images.top` is the camera above the table, [480, 640, 3]; `observation.state` the two arms, [14], left before
-right: six joints (rad) and the gripper, 0 closed to 1 open; `task` the instruction. An action is the same 14 as targets,
-at 50 Hz. The reward of a step is the stage that the task has reached, 0 to 4; 4 is success and terminates the episode.
+`observation.images.top` is the camera above the table, [480, 640, 3]; `observation.state` the two arms, [14], left
+before right: six joints (rad) and the gripper, 0 closed to 1 open; `task` the instruction. An action is the same 14 as
+targets, at 50 Hz. The reward of a step is the stage that the task has reached, 0 to 4; 4 is success and terminates the
+episode.
 """
 
 from __future__ import annotations
