@@ -80,7 +80,7 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Means with the bounds of their intervals, `<metric>`, `<metric>_low`, `<metric>_high`.
 
-        Of several tasks each one's share of successes besides, `success/<task>`. The means are over episodes, which are
+        Of several tasks each one's share of successes besides, `task_success/<task>`. The means are over episodes, which are
         those over tasks where each has as many.
         """
         out: dict[str, float] = {"episodes": float(len(self.episodes))}
@@ -91,7 +91,7 @@ class Evaluation:
                 out |= {f"{metric}_low": interval.low, f"{metric}_high": interval.high}
         tasks = self.by_task()
         if len(tasks) > 1:
-            out |= {f"success/{name}": float(part.scores("success").mean()) for name, part in tasks.items()}
+            out |= {f"task_success/{name}": float(part.scores("success").mean()) for name, part in tasks.items()}
         return out
 
     def extremes(self, metric: str) -> dict[str, EpisodeResult]:

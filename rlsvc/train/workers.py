@@ -209,6 +209,7 @@ class Processes:
             pipe.close()
             process.join(5)
             process.kill()
+            process.join()
 
 
 class RayWorkers:

@@ -34,7 +34,7 @@ def test_every_task_has_a_share_of_successes_of_its_own():
     made = Evaluation(of_task("b", True, False) + of_task("a", True, True))
     assert {name: len(part.episodes) for name, part in made.by_task().items()} == {"b": 2, "a": 2}
     metrics = made.metrics()
-    assert (metrics["success/a"], metrics["success/b"], metrics["success"]) == (1.0, 0.5, 0.75)
+    assert (metrics["task_success/a"], metrics["task_success/b"], metrics["success"]) == (1.0, 0.5, 0.75)
 
 
 def test_one_task_is_not_listed_beside_the_mean():
