@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,14 +72,26 @@ class Evaluation:
         scores = self.scores(metric)
         return share_interval(int(scores.sum()), len(scores)) if metric == "success" else mean_interval(scores.tolist())
 
+    def by_task(self) -> dict[str, Evaluation]:
+        """The episodes of each task by its name, in the order in which they come; one "" where there is one task."""
+        names = dict.fromkeys(episode.task for episode in self.episodes)
+        return {name: Evaluation([e for e in self.episodes if e.task == name]) for name in names}
+
     def metrics(self) -> dict[str, float]:
-        """Means with the bounds of their intervals, `<metric>`, `<metric>_low`, `<metric>_high`."""
+        """Means with the bounds of their intervals, `<metric>`, `<metric>_low`, `<metric>_high`.
+
+        Of several tasks each one's share of successes besides, `task_success/<task>`. The means are over episodes, which are
+        those over tasks where each has as many.
+        """
         out: dict[str, float] = {"episodes": float(len(self.episodes))}
         for metric in ("max_reward", "success", "return", "length"):
             interval = self.interval(metric)
             out[metric] = interval.mean
             if math.isfinite(interval.low):
                 out |= {f"{metric}_low": interval.low, f"{metric}_high": interval.high}
+        tasks = self.by_task()
+        if len(tasks) > 1:
+            out |= {f"task_success/{name}": float(part.scores("success").mean()) for name, part in tasks.items()}
         return out
 
     def extremes(self, metric: str) -> dict[str, EpisodeResult]:
@@ -92,7 +104,14 @@ class Evaluation:
         }
 
 
-def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: int) -> Evaluation:
+def evaluate(
+    runner: Runner,
+    workers: Workers,
+    seeds: Sequence[int],
+    parallel: int,
+    *,
+    finished: Callable[[list[EpisodeResult]], None] | None = None,
+) -> Evaluation:
     """Run one episode for each seed.
 
     Args:
@@ -100,6 +119,7 @@ def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: i
         workers: step the episodes.
         seeds: of the episodes; the policy's noise at control step t follows from (seed, t).
         parallel: episodes side by side, over all workers.
+        finished: told the episodes that have ended, whenever there are more.
 
     Raises:
         UserError: workers were lost in the same wave more than MAX_RETRIES times.
@@ -118,6 +138,8 @@ def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: i
                         f"evaluation: {lost}, {MAX_RETRIES + 1} times with the seeds {wave[0]} to {wave[-1]}; "
                         "see the worker's log above"
                     ) from lost
+        if finished is not None:
+            finished(episodes)
     return Evaluation(episodes)
 
 
@@ -157,8 +179,13 @@ def write_video(episode: EpisodeResult, spec: EnvSpec, path: Path) -> Path:
     """Replay an episode's actions from its seed and write an H.264 mp4 at the environment's rate.
 
     Raises:
-        UserError: PyAV is not installed.
+        UserError: PyAV is not installed, or the episode's actions were not kept.
     """
+    if not episode.actions:
+        raise UserError(
+            f"--videos: the actions of the episode with seed {episode.seed} are not stored with its scores; evaluate "
+            "without --resume"
+        )
     try:
         import av
     except ImportError as error:
