@@ -80,8 +80,8 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Means with the bounds of their intervals, `<metric>`, `<metric>_low`, `<metric>_high`.
 
-        Of several tasks each one's share of successes besides, `task_success/<task>`. The means are over episodes, which
-        are those over tasks where each has as many.
+        Of several tasks each one's share of successes besides, `task_success/<task>`. The means are over episodes,
+        which are those over tasks where each has as many.
         """
         out: dict[str, float] = {"episodes": float(len(self.episodes))}
         for metric in ("max_reward", "success", "return", "length"):
