@@ -73,11 +73,12 @@ def test_paths_may_be_written_with_slashes():
 
 def test_a_float_image_is_taken_where_the_robot_sends_them():
     robot = ROBOT.replace(image_dtype="float32", image_layout="hwc", image_size=None)
-    # 200 / 255 in float32 times 255 is a little less than 200.
-    image = np.full((4, 4, 3), 200, np.float32) / np.float32(255)
+    # All 256 values, each a rounding error below its own: they are rounded, not cut.
+    whole = np.resize(np.arange(256, dtype=np.uint8), (16, 16, 3))
+    image = np.nextafter(whole / np.float32(255), np.float32(0))
     got = repack(sent(images=dict.fromkeys(("high", "wrist"), image)), robot, CONTRACT)
     assert got[HIGH].dtype == np.uint8
-    assert (got[HIGH] == 200).all()
+    np.testing.assert_array_equal(got[HIGH], whole)
     with pytest.raises(ContractError, match=r"'images/high': a float32 image with values outside \[0, 1\]"):
         repack(sent(images=dict.fromkeys(("high", "wrist"), image * 2)), robot, CONTRACT)
 
@@ -86,6 +87,8 @@ def test_the_contracts_own_names_are_left_to_the_contract():
     own = CONTRACT.example_observation()
     assert repack(own, ROBOT, CONTRACT) == own
     assert repack({}, ROBOT, CONTRACT) == {}
+    same = ROBOT.replace(keys={**ROBOT.keys, STATE: STATE})
+    assert repack(own, same, CONTRACT) == own
 
 
 def test_a_robot_that_sends_no_prompt_may_have_one_of_its_own():

@@ -55,7 +55,8 @@ def test_a_grippers_target_of_aloha_is_an_angle_above_the_shut_one(aloha):
 
 def test_a_way_beyond_the_linkages_reach_counts_as_its_end():
     crank = SliderCrankSpec(crank=0.022, rod=0.036)
-    np.testing.assert_allclose(MAPS["slider_crank"][0](crank, np.array([0.06, 0.01])), [np.pi / 2, -np.pi / 2])
+    angle = MAPS["slider_crank"][0](crank, np.array([0.06, 0.01, 0.0]))
+    np.testing.assert_allclose(angle, [np.pi / 2, -np.pi / 2, -np.pi / 2])
 
 
 FINITE = st.floats(-10, 10, allow_nan=False)
