@@ -5,8 +5,8 @@ Letters: E episodes, T observation steps, H horizon.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,8 +18,22 @@ from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Windows
 from rlsvc.spec.data import DataSpec
 
-Prepare = Callable[[dict[str, np.ndarray], Normalizer, int], dict[str, np.ndarray]]
-"""Observations by name, with texts, to what a policy sees: the same for the columns of a dataset and for a request."""
+
+class Prepare(Protocol):
+    """What a policy needs done with texts and actions before it sees them (rlsvc/policies/prompt.py)."""
+
+    def fit(self, chunks: Windows, normalizer: Normalizer) -> None:
+        """Learn what has to be learnt from the training data's actions, raw; is called once, before the first call."""
+        ...
+
+    def __call__(
+        self, observation: dict[str, np.ndarray], normalizer: Normalizer, group: int, chunks: Windows | None = None
+    ) -> dict[str, Any]:
+        """Observations by name [N, ...], with texts, to what a policy sees.
+
+        The same for the columns of a dataset and for a request; `chunks`: the actions from each row on, in a dataset.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,7 @@ def load_demonstrations(
         n_obs_steps: T.
         horizon: H.
         action_horizon: how many of the H actions are executed.
-        prepare: what the policy needs done with texts; None for a policy that reads none.
+        prepare: what the policy needs done with texts and actions; None for a policy that reads no text.
 
     Raises:
         ContractError: a text among the observations, and nobody to read it.
@@ -114,10 +128,24 @@ def load_demonstrations(
             f"observation '{texts[0]}' is a text, which this policy does not read; leave it out of data.observation"
         )
 
+    def chunks(parts: list[EpisodeTable], groups: list[int]) -> Windows:
+        return Windows.build(
+            parts,
+            weights=[1.0] * len(parts),
+            groups=groups,
+            observation=(),
+            action=spec.action,
+            n_obs_steps=n_obs_steps,
+            horizon=horizon,
+        )
+
+    if prepare is not None:
+        prepare.fit(chunks(train, group_of), normalizer)
+
     def prepared(table: EpisodeTable, group: int) -> EpisodeTable:
         observation = {key: table.columns[key] for key in spec.observation}
         if prepare is not None:
-            observation = prepare(observation, normalizer, group)
+            observation = prepare(observation, normalizer, group, chunks([table], [group]))
         return replace(table, columns={**observation, spec.action: table.columns[spec.action]})
 
     def windows(parts: list[EpisodeTable]) -> Windows:

@@ -15,12 +15,13 @@ from rlsvc.spec.env import EnvSpec
 from rlsvc.spec.learner import CheckpointSpec, EvaluationSpec, LearnerSpec
 from rlsvc.spec.phases import COLLECT, EVALUATE, PhaseSpec
 from rlsvc.spec.pi0 import Pi0Spec
+from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.replay import ReplaySpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
 
-PolicySpec = Annotated[DiffusionSpec | Pi0Spec | TDMPC2PolicySpec, Field(discriminator="name")]
+PolicySpec = Annotated[DiffusionSpec | Pi0Spec | Pi0FastSpec | TDMPC2PolicySpec, Field(discriminator="name")]
 if TYPE_CHECKING:
     AlgoSpec = Any
 else:

@@ -79,10 +79,11 @@ def write_scores(evaluation: Evaluation, path: Path) -> Path:
     rows = [
         {
             "seed": e.seed,
-            "max_reward": max(e.rewards),
+            "max_reward": max(e.rewards, default=0.0),
             "return": sum(e.rewards),
             "length": e.length,
             "success": e.success,
+            **({} if e.malformed is None else {"malformed_chunks": e.malformed}),
         }
         for e in evaluation.episodes
     ]

@@ -34,12 +34,15 @@ class EpisodeResult:
         rewards: [length] float32.
         actions: [length, A] float32, what was executed; replaying them from `seed` gives the episode again.
         success: whether the environment said so at the end.
+        malformed: chunks for which the policy gave tokens that are no actions; None for a policy that gives no tokens.
+            The last of them ended the episode, unless the policy has an action that holds the robot still.
     """
 
     seed: int
     rewards: list[float] = field(default_factory=list)
     actions: list[np.ndarray] = field(default_factory=list)
     success: bool = False
+    malformed: int | None = None
 
     @property
     def length(self) -> int:
