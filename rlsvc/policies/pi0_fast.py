@@ -8,8 +8,9 @@ host turns tokens into actions (rlsvc/policies/prompt_fast.py), which may fail: 
 As published, what a window lacks at the end of its episode is learnt as the last action again and again, since a token
 is of the whole chunk; and a row's loss is the mean over its own tokens, however many.
 
-Departures from openpi's sampler: tokens stand where training had them (`decode_positions`), a prompt is not shifted to
-the right, and decoding stops once every row has ended, also where they do not end together.
+Departures from openpi's sampler: tokens stand where training had them (`decode_positions`); a prompt is not shifted to
+the right, where openpi lost its place when a camera was not there (its robots send a black image instead); and decoding
+stops once every row has ended, also where they do not end together.
 
 Letters: B batch, L tokens of a sequence, P tokens of images and sequence, W width, V vocabulary, N decoded tokens at
 most, S keys in the cache.
@@ -30,7 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import ContractError
 from rlsvc.data.windows import Batch
-from rlsvc.nn.gemma import Cache, block_mask, positions_of, transformer
+from rlsvc.nn.gemma import Cache, block_mask, transformer
 from rlsvc.policies.api import (
     PROMPT_AR_MASK,
     PROMPT_LOSS_MASK,
@@ -83,10 +84,8 @@ class Pi0FastNet(VisionLanguageNet):
         b, p, _ = tokens.shape
         prompt = observation[PROMPT_MASK]
         last = p - prompt.shape[1] + prompt.sum(1, dtype=jnp.int32) - 1
-        if self.spec.decode_positions == "trained":
-            positions, first = jnp.broadcast_to(jnp.arange(p)[None], (b, p)), last + 1
-        else:
-            positions, first = positions_of(valid), valid.sum(1, dtype=jnp.int32) + 1
+        first = last + 1 if self.spec.decode_positions == "trained" else last + 2
+        positions = jnp.broadcast_to(jnp.arange(p)[None], (b, p))
         mask = valid[:, None] & valid[:, :, None]
         (out,), cache = transformer([self.backbone], [tokens], mask, positions, unroll=self._unroll)
         assert out is not None

@@ -71,8 +71,7 @@ class Pi0FastSpec(Spec):
     temperature: float = Field(default=0.0, ge=0)
     """Of the distribution that a token is drawn from; 0 takes the likeliest."""
     decode_positions: Literal["trained", "openpi"] = "trained"
-    """Where decoded tokens stand: where training had them; or, as openpi's sampler has it, one place further than in
-    training, and without the places of cameras that are not there."""
+    """Where decoded tokens stand: where training had them or, as openpi's sampler has it, one place further on."""
     hold_action: tuple[float, ...] | None = None
     """What a robot is told, in the contract's units, for a chunk whose tokens are no actions; null tells it nothing:
     the request fails by name, and an episode of an evaluation ends there as a failure. Counted either way."""

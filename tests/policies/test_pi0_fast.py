@@ -92,6 +92,8 @@ def test_the_loss_is_that_of_openpis_own_model(openpi):
 @pytest.mark.parametrize(("positions", "expected"), [("openpi", "sampled"), ("trained", "whole")])
 def test_greedy_tokens_are_those_of_openpis_sampler_and_of_its_training_pass(openpi, positions, expected):
     golden, policy, params, images = openpi
+    if positions == "openpi":  # with all cameras: its sampler looks at the wrong places when one is not there
+        images = {name: jnp.ones(2) if name.endswith("_mask") else x for name, x in images.items()}
     policy = Pi0FastPolicy(policy.spec.replace(decode_positions=positions), policy.contract)
     tokens = jnp.where(jnp.asarray(golden["prompt"]), jnp.asarray(golden["tokens"]), 0)
     observation = {**images, PROMPT_TOKENS: tokens, PROMPT_MASK: jnp.asarray(golden["prompt"])}
@@ -133,10 +135,16 @@ def tiny():
     The rows' prompts have 4 and 6 tokens, their actions follow up to token 10 and 8; the second has one camera.
     """
     policy = Pi0FastPolicy(small(), contract_of(small()))
-    leaves, tree = jax.tree.flatten(policy.init(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    params = jax.tree.unflatten(tree, leaves)
+
+    @jax.jit
+    def weights():
+        leaves, tree = jax.tree.flatten(policy.init(jax.random.key(0)))
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        return jax.tree.unflatten(
+            tree, [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+        )
+
+    params = weights()
     rng = np.random.default_rng(0)
     at = jnp.arange(LENGTH)[None]
     postfix = (at >= jnp.asarray([[4], [6]])) & (at < jnp.asarray([[10], [8]]))
