@@ -130,22 +130,16 @@ def small(**fields: object) -> Pi0FastSpec:
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A policy, random weights (also where fresh ones are zero), two rows of a sequence, and compiled `predict`.
+    """A policy, random weights, two rows of a sequence, and compiled `predict`.
 
     The rows' prompts have 4 and 6 tokens, their actions follow up to token 10 and 8; the second has one camera.
     """
     policy = Pi0FastPolicy(small(), contract_of(small()))
-
-    @jax.jit
-    def weights():
-        leaves, tree = jax.tree.flatten(policy.init(jax.random.key(0)))
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        return jax.tree.unflatten(
-            tree, [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-        )
-
-    params = weights()
     rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), jnp.float32),
+        jax.eval_shape(policy.init, jax.random.key(0)),
+    )
     at = jnp.arange(LENGTH)[None]
     postfix = (at >= jnp.asarray([[4], [6]])) & (at < jnp.asarray([[10], [8]]))
     observation = {name: jnp.asarray(rng.uniform(-1, 1, (2, 16, 16, 3)), jnp.float32) for name in CAMERAS}

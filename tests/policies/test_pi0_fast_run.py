@@ -26,7 +26,7 @@ from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.store.bundle import read_bundle, write_bundle
 
 pytest.importorskip("tokenizers")
-HORIZON, LENGTH = 3, 64
+HORIZON, LENGTH = 3, 48
 STATE = np.asarray([[0, 0], [1, 2], [2, 4], [3, 6]], np.float32)
 ACTION = np.asarray([[0, 10], [4, 20], [-4, 30], [2, 20]], np.float32)
 
@@ -34,7 +34,7 @@ ACTION = np.asarray([[0, 10], [4, 20], [-4, 30], [2, 20]], np.float32)
 def fast_spec(**fields: object) -> Pi0FastSpec:
     chosen = {
         "vision": SiglipSpec(width=8, depth=1, mlp_dim=8, heads=1, patch=8),
-        "backbone": GemmaSpec(width=48, depth=2, mlp_dim=96, heads=2, head_dim=16),
+        "backbone": GemmaSpec(width=32, depth=1, mlp_dim=64, heads=2, head_dim=16),
         "image_size": (8, 8),
         "tokenizer": {"name": "byte", "action_tokens": 270},
         "action_tokenizer": {"fit": {"vocab_size": 270}},
@@ -89,24 +89,24 @@ def test_every_window_has_the_sequence_of_its_own_chunk(made):
 
 
 @pytest.fixture(scope="module")
-def trained(made):
-    """A policy that was trained on the four windows, and its loss."""
-    prompter, demonstrations = made
+def trained(made) -> dict[str, np.ndarray]:
+    """Weights that were trained on the four windows."""
+    _, demonstrations = made
     policy = Pi0FastPolicy(fast_spec(), demonstrations.contract)
     spec = ImitationSpec.model_validate(
-        {"batch_size": 8, "learning_rate": 3e-3, "ema": None, "schedule": {"warmup_steps": 10}}
+        {"batch_size": 4, "learning_rate": 5e-3, "ema": None, "schedule": {"warmup_steps": 10}}
     )
-    algorithm = Imitation(policy, demonstrations.normalizer, spec, total_steps=150)
+    algorithm = Imitation(policy, demonstrations.normalizer, spec, total_steps=100)
     state = jax.jit(algorithm.init)(jax.random.key(0))
-    state, metrics = algorithm.update("update", state, demonstrations.train, jax.random.key(1), 150)
-    return flatten_params(state.params), {name: float(x) for name, x in metrics.items()}
+    state, _ = algorithm.update("update", state, demonstrations.train, jax.random.key(1), 100)
+    return flatten_params(state.params)
 
 
-def runner(folder: Path, made, params, **fields) -> PolicyRunner:
+def runner(folder: Path, made, params) -> PolicyRunner:
     prompter, demonstrations = made
     path = write_bundle(
         folder / "bundle",
-        policy=fast_spec(**fields).model_dump(mode="json"),
+        policy=fast_spec().model_dump(mode="json"),
         contract=demonstrations.contract,
         normalizer=demonstrations.normalizer,
         params=params,
@@ -121,8 +121,7 @@ def act(made: PolicyRunner, state: np.ndarray):
 
 
 def test_a_policy_that_learnt_four_windows_gives_their_actions_from_its_bundle(trained, made, tmp_path):
-    params, _ = trained
-    chunk = act(runner(tmp_path, made, params), STATE)
+    chunk = act(runner(tmp_path, made, trained), STATE)
     assert (chunk.action.shape, chunk.action.dtype) == ((4, 2, 2), np.float32)
     assert chunk.extras[MALFORMED].tolist() == ["", "", "", ""]
     for window in range(4):
@@ -146,9 +145,10 @@ def test_tokens_that_are_no_actions_give_no_actions_and_say_why(made):
     np.testing.assert_allclose(action[0], ACTION[:2], atol=0.9)
 
 
-def test_a_policy_that_knows_nothing_holds_the_robot_still_where_it_is_told_how(made, tmp_path):
-    policy = Pi0FastPolicy(fast_spec(), made[1].contract)
-    params = flatten_params(jax.jit(policy.init)(jax.random.key(0)))
-    chunk = act(runner(tmp_path, made, params, hold_action=[7.0, -1.0]), STATE[:3])
-    assert chunk.extras[MALFORMED].tolist() == ["no_action"] * 3
-    np.testing.assert_array_equal(chunk.action, np.broadcast_to(np.asarray([7.0, -1.0], np.float32), (3, 2, 2)))
+def test_a_robot_is_held_still_where_the_policy_says_how(made, tmp_path):
+    for name, content in made[0].files().items():
+        (tmp_path / name).write_bytes(content)
+    prompter = Pi0FastPrompter(fast_spec(hold_action=[7.0, -1.0]), tmp_path)
+    action, extras = prompter.finish(np.full((3, 32), 5, np.int32), made[1].normalizer)
+    assert extras[MALFORMED].tolist() == ["no_action"] * 3
+    np.testing.assert_array_equal(action, np.broadcast_to(np.asarray([7.0, -1.0], np.float32), (3, 2, 2)))
