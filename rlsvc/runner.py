@@ -43,7 +43,8 @@ class Runner(Protocol):
             carry: of the chunk before, rows in the same order; None begins all rows anew.
 
         Returns:
-            Actions [B, H, A] float32 in the contract's units, with the next carry.
+            Actions [B, H, A] float32 in the contract's units, with the next carry. A row for which the policy gave
+            none is NaN, and the extras say why (`rlsvc.core.types.MALFORMED`).
         """
         ...
 
@@ -139,6 +140,8 @@ class PolicyRunner:
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
         options = ActOptions(sample_steps=sample_steps, explore=explore)
         self._prepare = None if prompter is None else partial(prompter, normalizer=normalizer, group=which)
+        finish = None if prompter is None else prompter.finish
+        self._finish = None if finish is None else partial(finish, normalizer=normalizer, group=which)
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
         self._dtypes = [
             policy.dtype if re.fullmatch(policy.narrow, name) else leaf.dtype
@@ -162,7 +165,9 @@ class PolicyRunner:
 
             carry = jax.tree.map(where_begun, policy.initial_carry(seeds.shape[0]), carry)
             action, carry, extras = policy.act(params, normal, carry, keys, options)
-            return normalizer.unnormalize("action", action, which), extras, carry
+            if finish is None:
+                action = normalizer.unnormalize("action", action, which)
+            return action, extras, carry
 
         host = for_host()
         self._act = jax.jit(act, out_shardings=(host, host, on_device()))
@@ -210,6 +215,16 @@ class PolicyRunner:
         self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
     ) -> ActionChunk:
         """See `Runner.act`."""
+        chunk = self._act_rows(observation, seeds, steps, carry)
+        if self._finish is None:
+            return chunk
+        action, extras = self._finish(chunk.action)
+        return ActionChunk(action, chunk.version, chunk.carry, {**chunk.extras, **extras})
+
+    def _act_rows(
+        self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any
+    ) -> ActionChunk:
+        """What the compiled policy gives for any number of rows."""
         count, largest = len(seeds), self.batch_sizes[-1]
         seeds, steps = np.asarray(seeds).astype(np.uint32), np.asarray(steps).astype(np.uint32)
         if count in self.batch_sizes:

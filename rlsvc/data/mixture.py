@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,8 +23,22 @@ from rlsvc.spec.data import DataSpec
 from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.value_function import ReturnsSpec
 
-Prepare = Callable[[dict[str, np.ndarray], Normalizer, int], dict[str, np.ndarray]]
-"""Observations by name, with texts, to what a policy sees: the same for the columns of a dataset and for a request."""
+
+class Prepare(Protocol):
+    """What a policy needs done with texts and actions before it sees them (rlsvc/policies/prompt.py)."""
+
+    def fit(self, chunks: Windows, normalizer: Normalizer) -> None:
+        """Learn what has to be learnt from the training data's actions, raw; is called once, before the first call."""
+        ...
+
+    def __call__(
+        self, observation: dict[str, np.ndarray], normalizer: Normalizer, group: int, chunks: Windows | None = None
+    ) -> dict[str, Any]:
+        """Observations by name [N, ...], with texts, to what a policy sees.
+
+        The same for the columns of a dataset and for a request; `chunks`: the actions from each row on, in a dataset.
+        """
+        ...
 
 
 BLOCK = 4096
@@ -121,7 +136,7 @@ def load_demonstrations(
         returns: gives batches a `return` [B] float32 and the normaliser its statistics; steps whose return is not known
             are left out.
         selection: of training steps; validation keeps all of its own, so that its loss compares between selections.
-        prepare: what the policy needs done with texts; None for a policy that reads none.
+        prepare: what the policy needs done with texts and actions; None for a policy that reads no text.
         robot: whose numbers these are; the windows hold what it makes of them, and the statistics are theirs.
 
     Raises:
@@ -164,7 +179,7 @@ def load_demonstrations(
     }
     named = {("action" if key == spec.action else key): feature for key, feature in features.items()}
 
-    normalizer = Normalizer.fit(by_group, named, spec.normalization)
+    delta = None if robot is None else robot.delta
     group_of = [groups.index(dataset.group) for dataset in spec.datasets]
     texts = [key for key in spec.observation if features[key].dtype == TEXT]
     if texts and prepare is None:
@@ -172,10 +187,31 @@ def load_demonstrations(
             f"observation '{texts[0]}' is a text, which this policy does not read; leave it out of data.observation"
         )
 
+    def chunks(parts: list[EpisodeTable], groups: list[int]) -> Windows:
+        return Windows.build(
+            parts,
+            weights=[1.0] * len(parts),
+            groups=groups,
+            observation=() if delta is None else (delta.of,),
+            action=spec.action,
+            n_obs_steps=n_obs_steps,
+            horizon=horizon,
+            delta=delta,
+        )
+
+    def fitted() -> Normalizer:
+        fit = Normalizer.fit(by_group, named, spec.normalization)
+        return fit if delta is None else fit.with_stats(ACTION, relative_stats(chunks(train, group_of), len(groups)))
+
+    normalizer = fitted()
+
+    if prepare is not None:
+        prepare.fit(chunks(train, group_of), normalizer)
+
     def prepared(table: EpisodeTable, group: int) -> EpisodeTable:
         observation = {key: table.columns[key] for key in spec.observation}
         if prepare is not None:
-            observation = prepare(observation, normalizer, group)
+            observation = prepare(observation, normalizer, group, chunks([table], [group]))
         besides = {key: table.columns[key] for key in (spec.action, *((RETURN,) if returns else ()))}
         return replace(table, columns={**observation, **besides})
 
@@ -190,7 +226,7 @@ def load_demonstrations(
             n_obs_steps=n_obs_steps,
             horizon=horizon,
             extra=() if returns is None else (RETURN,),
-            delta=None if robot is None else robot.delta,
+            delta=delta,
         )
         return built if selection is None else built.select(_chosen(raw, selection))
 
@@ -199,10 +235,8 @@ def load_demonstrations(
         named[RETURN] = Feature((), "float32")
         for i, group in enumerate(groups):
             by_group[group][RETURN] = learned.columns[RETURN][learned.anchor[learned.group == i]]
-        normalizer = Normalizer.fit(by_group, named, spec.normalization)
+        normalizer = fitted()
     held_back = [table.select(list(split.validation)) for table, split in zip(tables, splits, strict=True)]
-    if learned.delta is not None:
-        normalizer = normalizer.with_stats(ACTION, relative_stats(learned, len(groups)))
     return Demonstrations(
         train=learned,
         validation=windows(held_back, KNOWN_RETURNS if returns else None) if spec.validation_fraction else None,

@@ -106,15 +106,16 @@ def rope(x: Float[Array, "b t n h"], positions: Int[Array, "b t"]) -> Float[Arra
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def block_mask(valid: Bool[Array, "b t"], starts: Bool[Array, " t"]) -> Bool[Array, "b t t"]:
+def block_mask(valid: Bool[Array, "b t"], starts: Bool[Array, " t"] | Bool[Array, "b t"]) -> Bool[Array, "b t t"]:
     """Who looks at whom: a token at all valid ones of its own block and of the blocks before it.
 
     Args:
         valid: False for padding, which nobody looks at.
-        starts: True where a block begins. All True is causal attention, all False bidirectional.
+        starts: True where a block begins, the same for all rows or each row's own. All True is causal attention, all
+            False bidirectional.
     """
-    block = jnp.cumsum(starts.astype(jnp.int32))
-    return (block[None, :] <= block[:, None])[None] & valid[:, None, :] & valid[:, :, None]
+    block = jnp.cumsum(jnp.atleast_2d(starts).astype(jnp.int32), axis=1)
+    return (block[:, None, :] <= block[:, :, None]) & valid[:, None, :] & valid[:, :, None]
 
 
 def positions_of(valid: Bool[Array, "b t"]) -> Int[Array, "b t"]:

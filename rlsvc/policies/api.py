@@ -27,12 +27,15 @@ Metrics = dict[str, jax.Array]
 
 PROMPT_TOKENS, PROMPT_MASK = "prompt_tokens", "prompt_mask"
 """What a text becomes before a policy sees it: [B, T, L] int32 tokens, and bools that are False for padding."""
+PROMPT_AR_MASK, PROMPT_LOSS_MASK = "prompt_ar_mask", "prompt_loss_mask"
+"""In training, of a sequence with actions in it: bools [B, T, L], True for tokens that only those after them see, and
+for tokens to learn."""
 
 PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 """Types of matrix products by the name that a specification gives them."""
 
 
-PREPARED = (PROMPT_TOKENS, PROMPT_MASK)
+PREPARED = (PROMPT_TOKENS, PROMPT_MASK, PROMPT_AR_MASK, PROMPT_LOSS_MASK)
 """What the host made for the policy, which is not normalised."""
 
 
@@ -81,7 +84,10 @@ class Policy(Protocol):
     def act(
         self, params: Params, observation: dict[str, Array], carry: Carry, keys: Key[Array, " b"], options: ActOptions
     ) -> tuple[Float[Array, "b h a"], Carry, dict[str, Array]]:
-        """Normalised actions for normalised observations [B, T, ...]; one key a row, so that rows do not mix."""
+        """Normalised actions for normalised observations [B, T, ...]; one key a row, so that rows do not mix.
+
+        A policy that says its actions gives tokens [B, N] int32, which its prompter's `finish` turns into actions.
+        """
         ...
 
 

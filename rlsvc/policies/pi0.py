@@ -27,21 +27,18 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key
 
-from rlsvc.core.contract import TEXT, Contract
+from rlsvc.core.contract import Contract
 from rlsvc.core.errors import ContractError
 from rlsvc.data.windows import Batch
 from rlsvc.nn.gemma import Cache, Expert, block_mask, positions_of, transformer
-from rlsvc.nn.images import augment_image, resize_with_pad
 from rlsvc.nn.layers import Linear
 from rlsvc.nn.lora import merged
 from rlsvc.nn.params import leaf_names, unflatten_params
-from rlsvc.nn.siglip import Siglip
-from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS, ActOptions, Carry, Metrics, Params
+from rlsvc.policies.api import ActOptions, Carry, Metrics, Params
+from rlsvc.policies.vision_language import VisionLanguageNet, check_contract, newest, state_width, vectors
 from rlsvc.spec.pi0 import Pi0Spec
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
-CAMERA_MASK = "_mask"
-"""A bool of the contract with a camera's name and this says whether that camera's image is there."""
 
 
 def time_features(t: Float[Array, " n"], dim: int) -> Float[Array, "n dim"]:
@@ -51,63 +48,22 @@ def time_features(t: Float[Array, " n"], dim: int) -> Float[Array, "n dim"]:
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
-class Pi0Net(nnx.Module):
+class Pi0Net(VisionLanguageNet):
     """Vision tower, backbone, expert, and what brings states, actions and time to the expert's width."""
 
+    spec: Pi0Spec
+
     def __init__(self, spec: Pi0Spec, contract: Contract, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.spec, self.dtype = spec, dtype
-        self.cameras = cameras(spec, contract)
+        super().__init__(spec, contract, dtype=dtype, rngs=rngs)
         self.vectors = vectors(contract)
         a, w = action_dim(spec, contract), spec.expert.width
         pi05 = spec.variant == "pi05"
-        self.vision = Siglip(spec.vision, spec.image_size, spec.backbone.width, dtype=dtype, rngs=rngs)
-        scale = spec.backbone.width**-0.5
-        self.embedding = nnx.Param(
-            jax.random.normal(rngs.params(), (spec.tokenizer.vocab_size, spec.backbone.width)) * scale
-        )
-        self.backbone = Expert(spec.backbone, lora=spec.lora_backbone, dtype=dtype, rngs=rngs)
         self.expert = Expert(spec.expert, adaptive=pi05, lora=spec.lora_expert, dtype=dtype, rngs=rngs)
         # The few numbers of a robot stay float32.
         kw = {"dtype": jnp.float32, "rngs": rngs}
         self.action_in, self.action_out = Linear(a, w, **kw), Linear(w, a, **kw)
         self.state_in = None if pi05 else Linear(a, w, **kw)
         self.time1, self.time2 = Linear(w if pi05 else 2 * w, w, **kw), Linear(w, w, **kw)
-
-    def prefix(
-        self, observation: dict[str, Array], key: Key[Array, ""] | None
-    ) -> tuple[Float[Array, "b p w"], Bool[Array, "b p"]]:
-        """Tokens of images and prompt, and which of them are there. `key`: changes the images, in training."""
-        b = observation[PROMPT_TOKENS].shape[0]
-        images = []
-        for i, name in enumerate(self.cameras):
-            image = resize_with_pad(observation[name], self.spec.image_size)
-            if key is not None and self.spec.augment is not None:
-                moves = self.spec.augment.wrist not in name
-                image = augment_image(image, self.spec.augment, moves, jax.random.fold_in(key, i))
-            images.append(image)
-        tokens, valid = [], []
-        if images:
-            # All cameras in one call of the tower.
-            out = self.vision(jnp.concatenate(images), remat=self.spec.remat and key is not None, unroll=self._unroll)
-            tokens.append(
-                out.reshape(len(images), b, *out.shape[1:]).transpose(1, 0, 2, 3).reshape(b, -1, out.shape[-1])
-            )
-            there = jnp.stack([self._there(observation, name, b) for name in self.cameras], axis=1)
-            valid.append(jnp.repeat(there, out.shape[1], axis=1))
-        prompt = self.embedding[...][observation[PROMPT_TOKENS]].astype(self.dtype)
-        tokens.append(prompt * jnp.asarray(self.spec.backbone.width**0.5, self.dtype))
-        valid.append(observation[PROMPT_MASK])
-        return jnp.concatenate(tokens, axis=1), jnp.concatenate(valid, axis=1)
-
-    @staticmethod
-    def _there(observation: dict[str, Array], camera: str, b: int) -> Bool[Array, " b"]:
-        mask = observation.get(camera + CAMERA_MASK)
-        return jnp.ones(b, bool) if mask is None else mask.reshape(b) > 0.5
-
-    @property
-    def _unroll(self) -> int:
-        # On a GPU a loop over layers costs more than it saves; elsewhere unrolled layers only take longer to compile.
-        return 1
 
     def suffix(
         self, observation: dict[str, Array], x: Float[Array, "b h a"], t: Float[Array, " b"]
@@ -258,30 +214,9 @@ def padded(x: Float[Array, "*b n"], width: int) -> Float[Array, "*b width"]:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
-def cameras(spec: Pi0Spec, contract: Contract) -> tuple[str, ...]:
-    """Names of the images in the order in which they are read."""
-    return spec.cameras or tuple(key for key, feature in contract.observation.items() if feature.is_image)
-
-
-def vectors(contract: Contract) -> tuple[str, ...]:
-    """Names of the features that are the state, in alphabetical order."""
-    images = {key for key, feature in contract.observation.items() if feature.is_image}
-    return tuple(
-        sorted(
-            key
-            for key, feature in contract.observation.items()
-            if key not in images and feature.dtype != TEXT and key.removesuffix(CAMERA_MASK) not in images
-        )
-    )
-
-
 def action_dim(spec: Pi0Spec, contract: Contract) -> int:
     """A: the specification's, or the wider of the contract's state and action."""
-    return spec.action_dim or max(_state_width(contract), contract.action.shape[0])
-
-
-def _state_width(contract: Contract) -> int:
-    return sum(int(np.prod(contract.observation[key].shape)) for key in vectors(contract))
+    return spec.action_dim or max(state_width(contract), contract.action.shape[0])
 
 
 class Pi0Policy:
@@ -296,47 +231,13 @@ class Pi0Policy:
             ContractError: cameras that are not there, a state or action that is too wide or of another kind, no prompt,
                 or step counts that differ.
         """
-        images = [key for key, feature in contract.observation.items() if feature.is_image]
-        for name in spec.cameras or ():
-            if name not in images:
-                raise ContractError(
-                    f"policy.cameras names '{name}', which is no image of the contract; it has: {', '.join(images)}"
-                )
-        if spec.cameras is not None and len(spec.cameras) != len(images):
-            left = next(name for name in images if name not in spec.cameras)
-            raise ContractError(
-                f"policy.cameras has {len(spec.cameras)} cameras, the contract {len(images)}: '{left}' is not named; "
-                "name it, or leave it out of data.observation"
-            )
-        for name in images:
-            if contract.observation[name].shape[-1] != 3:
-                raise ContractError(
-                    f"observation '{name}': got {contract.observation[name].shape[-1]} channels, expected 3"
-                )
-        texts = [key for key, feature in contract.observation.items() if feature.dtype == TEXT]
-        if len(texts) != (spec.prompt is None):
-            raise ContractError(
-                f"the pi0 policy needs one prompt: the contract has {len(texts)} texts ({', '.join(texts) or 'none'}) "
-                f"and policy.prompt is {'not ' if spec.prompt is None else ''}set; add task to data.observation or set "
-                "policy.prompt, not both"
-            )
-        if len(contract.action.shape) != 1 or not contract.action.dtype.startswith("float"):
-            raise ContractError(
-                f"action: got {contract.action.dtype} of shape {contract.action.shape}; the pi0 policy gives one "
-                "vector of floats"
-            )
+        check_contract(spec, contract)
         width = action_dim(spec, contract)
-        for what, got in (("state", _state_width(contract)), ("action", contract.action.shape[0])):
+        for what, got in (("state", state_width(contract)), ("action", contract.action.shape[0])):
             if got > width:
                 raise ContractError(f"{what}: {got} numbers do not fit into policy.action_dim = {width}")
-        if (contract.n_obs_steps, contract.action_horizon) != (spec.n_obs_steps, spec.n_action_steps):
-            raise ContractError(
-                f"contract has n_obs_steps = {contract.n_obs_steps}, action_horizon = {contract.action_horizon}; "
-                f"the policy has n_obs_steps = {spec.n_obs_steps}, n_action_steps = {spec.n_action_steps}"
-            )
         self.spec, self.contract, self.dtype = spec, contract, dtype
         self.action_dim = width
-        self.text = texts[0] if texts else None
 
     def _net(self, key: Key[Array, ""]) -> Pi0Net:
         return Pi0Net(self.spec, self.contract, dtype=self.dtype, rngs=nnx.Rngs(params=key))
@@ -385,7 +286,7 @@ class Pi0Policy:
         b, h, _ = batch["action"].shape
         noise = jax.random.normal(noise_key, (b, h, self.action_dim))
         t = jax.random.beta(time_key, 1.5, 1.0, (b,)) * 0.999 + 0.001
-        batch = {**batch, "observation": _newest(batch["observation"])}
+        batch = {**batch, "observation": newest(batch["observation"])}
         return flow_loss(self.net(params), batch, noise, t, augment_key)
 
     def initial_carry(self, batch_size: int) -> Carry:
@@ -408,7 +309,7 @@ class Pi0Policy:
             raise ContractError(f"sample_steps: got {steps}, expected 1 or more")
         shape = (self.spec.horizon, self.action_dim)
         noise = jax.vmap(lambda key: jax.random.normal(key, shape))(keys)
-        net, now, real_time = self.net(params), _newest(observation), self.spec.real_time
+        net, now, real_time = self.net(params), newest(observation), self.spec.real_time
         if real_time is None:
             chunk = sample(net, now, noise, steps)
         else:
@@ -419,7 +320,3 @@ class Pi0Policy:
             chunk = sample_from(net, now, noise, steps, old, there[:, None] * weight[None], real_time.max_guidance)
             carry = (chunk, jnp.ones_like(there))
         return chunk[:, : self.spec.n_action_steps, : self.contract.action.shape[0]], carry, {}
-
-
-def _newest(observation: dict[str, Array]) -> dict[str, Array]:
-    return {key: x[:, -1] for key, x in observation.items()}

@@ -1,4 +1,4 @@
-"""The weights of a pi0 policy under the names of others: openpi's JAX checkpoints, and LeRobot's PyTorch models.
+"""The weights of the PI0 family under the names of others: openpi's JAX checkpoints, and LeRobot's PyTorch models.
 
 Here matrices that read the same input are joined and layers are stacked; openpi stacks layers and keeps one axis a
 head; LeRobot has one tensor a layer and writes matrices the other way round. Every map is exact, and undone exactly.
@@ -15,8 +15,10 @@ import numpy as np
 
 from rlsvc.core.errors import UserError
 from rlsvc.spec.pi0 import GemmaSpec, Pi0Spec
+from rlsvc.spec.pi0_fast import Pi0FastSpec
 
 Weights = Mapping[str, np.ndarray]
+Family = Pi0Spec | Pi0FastSpec
 EXPERTS = {"backbone": "", "expert": "_1"}
 """Our experts, and openpi's suffix of each."""
 NORMS = {"attention_norm": "pre_attention_norm", "feed_forward_norm": "pre_ffw_norm"}
@@ -74,12 +76,20 @@ class Taken:
         self.used |= set(parts)
 
 
-def to_openpi(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
+def _experts(spec: Family) -> dict[str, tuple[str, GemmaSpec]]:
+    """Our experts that this policy has, with openpi's suffix and the size of each."""
+    return {name: (suffix, getattr(spec, name)) for name, suffix in EXPERTS.items() if hasattr(spec, name)}
+
+
+def _projections(spec: Family) -> dict[str, str]:
+    return PROJECTIONS[spec.variant] if isinstance(spec, Pi0Spec) else {}
+
+
+def to_openpi(weights: Weights, spec: Family) -> dict[str, np.ndarray]:
     """Our weights by openpi's names, "PaliGemma/llm/layers/attn/q_einsum/w"."""
     out = _vision_to_openpi(weights, spec)
     out[f"{LANGUAGE}/embedder/input_embedding"] = weights["embedding"]
-    for ours, suffix in EXPERTS.items():
-        size: GemmaSpec = getattr(spec, ours)
+    for ours, (suffix, size) in _experts(spec).items():
         d, w, n, k, h = size.depth, size.width, size.heads, size.kv_heads, size.head_dim
         at, layers = f"{ours}.layers", f"{LANGUAGE}/layers"
         qkv = weights[f"{at}.qkv"].reshape(d, w, n + 2 * k, h).transpose(0, 2, 1, 3)
@@ -96,12 +106,12 @@ def to_openpi(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
                 out[f"{theirs}/Dense_0/bias"] = weights[mine]
             else:
                 out[f"{theirs}/scale"] = weights[mine]
-    for ours, theirs in PROJECTIONS[spec.variant].items():
+    for ours, theirs in _projections(spec).items():
         out |= {f"{theirs}/{part}": weights[f"{ours}.{part}"] for part in ("kernel", "bias")}
     return out
 
 
-def from_openpi(theirs: Weights, spec: Pi0Spec) -> Taken:
+def from_openpi(theirs: Weights, spec: Family) -> Taken:
     """Inverse of `to_openpi`; takes what is there, and leaves out what is not.
 
     Raises:
@@ -112,8 +122,7 @@ def from_openpi(theirs: Weights, spec: Pi0Spec) -> Taken:
     take = Taken(theirs)
     _take_vision_from_openpi(take, spec)
     take("embedding", f"{LANGUAGE}/embedder/input_embedding")
-    for ours, suffix in EXPERTS.items():
-        size: GemmaSpec = getattr(spec, ours)
+    for ours, (suffix, size) in _experts(spec).items():
         d, w, n, k, h = size.depth, size.width, size.heads, size.kv_heads, size.head_dim
         at, layers = f"{ours}.layers", f"{LANGUAGE}/layers"
 
@@ -137,13 +146,13 @@ def from_openpi(theirs: Weights, spec: Pi0Spec) -> Taken:
             take(mine, f"{their}/scale")
             take(f"{mine}_kernel", f"{their}/Dense_0/kernel")
             take(mine, f"{their}/Dense_0/bias")
-    for ours, their in PROJECTIONS[spec.variant].items():
+    for ours, their in _projections(spec).items():
         for part in ("kernel", "bias"):
             take(f"{ours}.{part}", f"{their}/{part}")
     return take
 
 
-def _vision_to_openpi(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
+def _vision_to_openpi(weights: Weights, spec: Family) -> dict[str, np.ndarray]:
     v = spec.vision
     d, c, n, p = v.depth, v.width, v.heads, v.patch
     at = "vision.layers"
@@ -162,7 +171,7 @@ def _vision_to_openpi(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
     return out
 
 
-def _take_vision_from_openpi(take: Taken, spec: Pi0Spec) -> None:
+def _take_vision_from_openpi(take: Taken, spec: Family) -> None:
     v = spec.vision
     d, c, p = v.depth, v.width, v.patch
     take("vision.patches", f"{IMAGE}/embedding/kernel", change=lambda x: x.reshape(p * p * 3, c))
@@ -219,7 +228,7 @@ LEROBOT_NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post
 VISION_NORMS = {"attention_norm": "layer_norm1", "feed_forward_norm": "layer_norm2"}
 
 
-def to_lerobot(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
+def to_lerobot(weights: Weights, spec: Family) -> dict[str, np.ndarray]:
     """Our weights by LeRobot's names of pi0 and pi05, "model.paligemma_with_expert....q_proj.weight"."""
     out: dict[str, np.ndarray] = {}
     v = spec.vision
@@ -249,8 +258,8 @@ def to_lerobot(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
             out[f"{at}.{theirs}.weight"], out[f"{at}.{theirs}.bias"] = layer[ours].T, layer[f"{ours}_bias"]
         for ours, theirs in VISION_NORMS.items():
             out[f"{at}.{theirs}.weight"], out[f"{at}.{theirs}.bias"] = layer[ours], layer[f"{ours}_bias"]
-    for ours, at in LEROBOT_EXPERTS.items():
-        size: GemmaSpec = getattr(spec, ours)
+    for ours, (_, size) in _experts(spec).items():
+        at = LEROBOT_EXPERTS[ours]
         n, k, h, m = size.heads, size.kv_heads, size.head_dim, size.mlp_dim
         cuts = {"q_proj": (0, n * h), "k_proj": (n * h, (n + k) * h), "v_proj": ((n + k) * h, (n + 2 * k) * h)}
         for i in range(size.depth):
@@ -268,7 +277,7 @@ def to_lerobot(weights: Weights, spec: Pi0Spec) -> dict[str, np.ndarray]:
             for norm, theirs in LEROBOT_NORMS.items():
                 out |= _norm_to_lerobot(f"{at}.layers.{i}.{theirs}", layer[norm], layer.get(f"{norm}_kernel"))
         out |= _norm_to_lerobot(f"{at}.norm", weights[f"{ours}.norm"], weights.get(f"{ours}.norm_kernel"))
-    for ours, theirs in PROJECTIONS[spec.variant].items():
+    for ours, theirs in _projections(spec).items():
         out[f"{theirs}.weight"], out[f"{theirs}.bias"] = weights[f"{ours}.kernel"].T, weights[f"{ours}.bias"]
     return {f"model.{name}": np.ascontiguousarray(value) for name, value in out.items()}
 
@@ -279,7 +288,7 @@ def _norm_to_lerobot(at: str, weight: np.ndarray, kernel: np.ndarray | None) -> 
     return {f"{at}.dense.weight": kernel.T, f"{at}.dense.bias": weight}
 
 
-def from_lerobot(theirs: Weights, spec: Pi0Spec) -> Taken:
+def from_lerobot(theirs: Weights, spec: Family) -> Taken:
     """Inverse of `to_lerobot`; takes what is there, and leaves out what is not.
 
     "model." may be missing; `used` has no "model.".
@@ -314,8 +323,8 @@ def from_lerobot(theirs: Weights, spec: Pi0Spec) -> Taken:
         parts = {"out": "self_attn.out_proj", "up": "mlp.fc1", "down": "mlp.fc2", **VISION_NORMS}
         for ours, their in parts.items():
             take(f"vision.layers.{ours}{mine}", *(f"{at}.{i}.{their}.{kind}" for i in layers), change=stacked)
-    for ours, at in LEROBOT_EXPERTS.items():
-        depth = getattr(spec, ours).depth
+    for ours, (_, size) in _experts(spec).items():
+        at, depth = LEROBOT_EXPERTS[ours], size.depth
 
         def each(part: str, at: str = at, depth: int = depth) -> list[str]:
             return [f"{at}.layers.{i}.{part}" for i in range(depth)]
@@ -336,7 +345,7 @@ def from_lerobot(theirs: Weights, spec: Pi0Spec) -> Taken:
         take(f"{ours}.norm", f"{at}.norm.weight")
         take(f"{ours}.norm", f"{at}.norm.dense.bias")
         take(f"{ours}.norm_kernel", f"{at}.norm.dense.weight", change=lambda x: x.T)
-    for ours, their in PROJECTIONS[spec.variant].items():
+    for ours, their in _projections(spec).items():
         take(f"{ours}.kernel", f"{their}.weight", change=lambda x: x.T)
         take(f"{ours}.bias", f"{their}.bias")
     take.used |= {name for name in (*TIED, *UNUSED) if name in flat}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlsvc.core.errors import ContractError
 from rlsvc.data.repack import repack
-from rlsvc.serve.batcher import Answer, Batcher, OverloadedError
+from rlsvc.serve.batcher import Answer, Batcher, NoActionError, OverloadedError
 from rlsvc.serve.codec import ActRequest, RequestError
 from rlsvc.serve.metrics import Metrics
 
@@ -87,8 +87,8 @@ class PolicyService:
 
         Raises:
             RequestError: the observation does not fit the contract (422), too many requests wait (503), the policy did
-            not answer
-                in time (504), or failed (500, with an id that is in the log beside the traceback).
+                not answer in time (504), said what is no action (500, with the reason), or failed (500, with an id that
+                is in the log beside the traceback).
         """
         try:
             contract, robot = self.runner.contract, self.runner.robot
@@ -101,12 +101,17 @@ class PolicyService:
                 answer = await self._batcher.act(observation, request.seed, request.step or 0)
         except OverloadedError as error:
             raise RequestError(503, "overloaded", f"{error}; try again later") from error
+        except NoActionError as error:
+            self.metrics.malformed(error.reason)
+            raise RequestError(500, "malformed_action", str(error)) from error
         except TimeoutError as error:
             raise RequestError(
                 504, "deadline", f"the policy did not answer within {self.settings.deadline_s:g} s"
             ) from error
         except Exception as error:
             raise internal_error(error) from error
+        if answer.malformed:
+            self.metrics.malformed(answer.malformed)
         wire_s = max(0.0, perf_counter() - received - answer.queue_s - answer.model_s)
         self.metrics.answered(
             transport, wire_s=wire_s, queue_s=answer.queue_s, model_s=answer.model_s, batch_size=answer.batch_size

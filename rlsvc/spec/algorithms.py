@@ -46,7 +46,7 @@ def _tdmpc2_extras(algo: TDMPC2Spec) -> tuple[str, ...]:
 
 
 ALGORITHMS: dict[str, Entry] = {
-    "imitation": Entry(ImitationSpec, "rlsvc.algos.imitation:Imitation", ("diffusion", "pi0")),
+    "imitation": Entry(ImitationSpec, "rlsvc.algos.imitation:Imitation", ("diffusion", "pi0", "pi0_fast")),
     "tdmpc2": Entry(
         TDMPC2Spec,
         "rlsvc.algos.tdmpc2:TDMPC2",

@@ -15,8 +15,8 @@ class WeightsSpec(Spec):
     """Trained weights to begin with. A weight that is missing or not known is an error, unless it is named here."""
 
     path: str
-    """A bundle; for pi0 also a folder of an openpi checkpoint (its `params`), PaliGemma's .npz, or a .safetensors file
-    of LeRobot."""
+    """A bundle; for pi0 and pi0_fast also a folder of an openpi checkpoint (its `params`), PaliGemma's .npz, or a
+    .safetensors file of LeRobot."""
     only: tuple[str, ...] = (".*",)
     """Regular expressions of the weights to take; the others begin fresh."""
     may_lack: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from rlsvc.spec.env import EnvSpec
 from rlsvc.spec.learner import CheckpointSpec, EvaluationSpec, LearnerSpec
 from rlsvc.spec.phases import COLLECT, EVALUATE, PhaseSpec
 from rlsvc.spec.pi0 import Pi0Spec
+from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.replay import ReplaySpec
 from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.rollout import RolloutSpec
@@ -22,7 +23,9 @@ from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
 from rlsvc.spec.value_function import ValueMlpSpec
 
-PolicySpec = Annotated[DiffusionSpec | Pi0Spec | TDMPC2PolicySpec | ValueMlpSpec, Field(discriminator="name")]
+PolicySpec = Annotated[
+    DiffusionSpec | Pi0Spec | Pi0FastSpec | TDMPC2PolicySpec | ValueMlpSpec, Field(discriminator="name")
+]
 if TYPE_CHECKING:
     AlgoSpec = Any
 else:

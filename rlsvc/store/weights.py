@@ -20,6 +20,7 @@ from rlsvc.nn.params import leaf_names
 from rlsvc.policies import pi0_weights
 from rlsvc.spec.imitation import WeightsSpec
 from rlsvc.spec.pi0 import Pi0Spec
+from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.store.bundle import META, read_bundle
 
 
@@ -60,8 +61,8 @@ def load_weights(spec: WeightsSpec, policy: Any, like: Any) -> tuple[dict[str, n
     kind, theirs = _read(path)
     if kind == "bundle":
         weights, used = theirs, set(theirs)
-    elif not isinstance(policy, Pi0Spec):
-        raise UserError(f"algo.weights: {path} is {kind}, which is for pi0; the policy is {policy.name}")
+    elif not isinstance(policy, Pi0Spec | Pi0FastSpec):
+        raise UserError(f"algo.weights: {path} is {kind}, which is for pi0 and pi0_fast; the policy is {policy.name}")
     else:
         taken = (pi0_weights.from_lerobot if kind == "LeRobot" else pi0_weights.from_openpi)(theirs, policy)
         weights, used = taken.weights, taken.used

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from rlsvc.core.errors import UserError
+from rlsvc.core.types import MALFORMED
 from rlsvc.envs.make import make_env
 from rlsvc.runner import Runner, take_rows
 from rlsvc.spec.env import EnvSpec
@@ -60,7 +61,7 @@ class Evaluation:
     def scores(self, metric: str) -> np.ndarray:
         """[E] float64; metric is max_reward, return, success or length."""
         pick = {
-            "max_reward": lambda e: max(e.rewards),
+            "max_reward": lambda e: max(e.rewards, default=0.0),
             "return": lambda e: sum(e.rewards),
             "success": lambda e: float(e.success),
             "length": lambda e: float(e.length),
@@ -82,6 +83,7 @@ class Evaluation:
 
         Of several tasks each one's share of successes besides, `task_success/<task>`. The means are over episodes,
         which are those over tasks where each has as many.
+        For a policy that says its actions as tokens also `malformed_chunks`, how many were none.
         """
         out: dict[str, float] = {"episodes": float(len(self.episodes))}
         for metric in ("max_reward", "success", "return", "length"):
@@ -92,7 +94,8 @@ class Evaluation:
         tasks = self.by_task()
         if len(tasks) > 1:
             out |= {f"task_success/{name}": float(part.scores("success").mean()) for name, part in tasks.items()}
-        return out
+        counts = [e.malformed for e in self.episodes if e.malformed is not None]
+        return out | ({"malformed_chunks": float(sum(counts))} if counts else {})
 
     def extremes(self, metric: str) -> dict[str, EpisodeResult]:
         """The best, median and worst episode; ties go to the smaller seed."""
@@ -148,26 +151,38 @@ def _wave(runner: Runner, workers: Workers, seeds: list[int]) -> list[EpisodeRes
     owner = {int(e): (w, i) for w, share in enumerate(shares) for i, e in enumerate(share)}
     windows = [w for part in workers.call("reset", [([seeds[e] for e in share],) for share in shares]) for w in part]
     active = list(range(len(seeds)))
+    malformed: list[int | None] = [None] * len(seeds)
     steps, carry = 0, None
     while active:
         observation = {key: np.stack([windows[e][key] for e in active]) for key in runner.contract.observation}
         answer = runner.act(observation, np.array([seeds[e] for e in active]), np.full(len(active), steps), carry)
         action = answer.action
         steps += action.shape[1]
+        if (reasons := answer.extras.get(MALFORMED)) is not None:
+            for reason, e in zip(reasons, active, strict=True):
+                malformed[e] = (malformed[e] or 0) + bool(reason)
+        # Without an action there is nothing to execute: the episode ends here, as a failure.
+        given = [row for row in range(len(active)) if reasons is None or not reasons[row] or _finite(action[row])]
         chunks: list[dict[int, np.ndarray]] = [{} for _ in shares]
-        for row, e in enumerate(active):
-            worker, index = owner[e]
+        for row in given:
+            worker, index = owner[active[row]]
             chunks[worker][index] = action[row]
         out = workers.call("step", [(chunk,) for chunk in chunks])
         rows = []
-        for row, e in enumerate(active):
+        for row in given:
+            e = active[row]
             worker, index = owner[e]
             windows[e], done = out[worker][index]
             if not done:
                 rows.append(row)
         active = [active[row] for row in rows]
         carry = take_rows(answer.carry, rows)
-    return [result for part in workers.call("results", [() for _ in shares]) for result in part]
+    results = [result for part in workers.call("results", [() for _ in shares]) for result in part]
+    return [replace(result, malformed=count) for result, count in zip(results, malformed, strict=True)]
+
+
+def _finite(action: np.ndarray) -> bool:
+    return bool(np.isfinite(action).all())
 
 
 def batch_sizes(parallel: int) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ class EpisodeResult:
         actions: [length, A] float32, what was executed; replaying them from `seed` gives the episode again.
         success: whether the environment said so at the end.
         task: name of the task where the environment has several, else "".
+        malformed: chunks for which the policy gave tokens that are no actions; None for a policy that gives no tokens.
+            The last of them ended the episode, unless the policy has an action that holds the robot still.
     """
 
     seed: int
@@ -45,6 +47,7 @@ class EpisodeResult:
     actions: list[np.ndarray] = field(default_factory=list)
     success: bool = False
     task: str = ""
+    malformed: int | None = None
 
     @property
     def length(self) -> int:
