@@ -104,6 +104,12 @@ def test_lists_and_whole_numbers_are_taken_for_a_float_feature():
     assert state.tolist() == [[0, 1], [2, 3]]
 
 
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_text_is_refused(text):
+    with pytest.raises(ContractError, match="observation 'task': the text is empty, expected what to do"):
+        CONTRACT.check_observation(fitting(task=text))
+
+
 def test_one_text_stands_for_every_step():
     assert CONTRACT.check_observation(fitting(task="push"))["task"].tolist() == ["push", "push"]
 
