@@ -158,14 +158,18 @@ class WindowData:
         """Read the datasets; `env`: the environment's contract, `put`: lays arrays on all devices."""
         assert spec.data is not None
         policy = spec.policy
-        advantage = getattr(spec.algo, "advantage", None)
+        advantage, selection = getattr(spec.algo, "advantage", None), None
+        if advantage is not None:
+            selection = advantage_selection(
+                advantage, spec.data, root=spec.root, uri=spec.tracking.mlflow_uri, device=spec.device
+            )
         self.demonstrations = load_demonstrations(
             spec.data,
             n_obs_steps=policy.n_obs_steps,
             horizon=policy.horizon,
             action_horizon=policy.n_action_steps,
             returns=getattr(policy, "returns", None),
-            selection=advantage and advantage_selection(advantage, spec.data, root=spec.root, device=spec.device),
+            selection=selection,
         )
         self.normalizer = self.demonstrations.normalizer
         self.contract = _joined(self.demonstrations.contract, env, spec)
