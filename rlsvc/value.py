@@ -142,19 +142,22 @@ class ValueRunner:
         )
 
 
-def advantage_selection(spec: AdvantageSpec, data: DataSpec, *, root: str, device: str) -> Selection:
+def advantage_selection(
+    spec: AdvantageSpec, data: DataSpec, *, root: str, uri: str | None = None, device: str = "auto"
+) -> Selection:
     """The training steps that a value function finds good enough.
 
     Args:
         spec: which value function, and what is good enough.
         data: of the run; names rewards, ends and successes besides what the policy sees.
-        root: of runs and registry.
+        root: of runs; the model registry lies there too, if `uri` names no other.
+        uri: of the model registry.
         device: auto, cpu or gpu.
 
     Raises:
         NotFoundError, BundleError, ContractError: no bundle, or none of a V(s) that fits the data.
     """
-    runner = ValueRunner.load(resolve(spec.bundle, root=root), device=device)
+    runner = ValueRunner.load(resolve(spec.bundle, root=root, uri=uri), device=device)
 
     def choose(tables: Sequence[EpisodeTable]) -> list[np.ndarray]:
         prompts = sorted({prompt for table in tables for prompt in table.tasks})

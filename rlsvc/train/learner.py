@@ -189,7 +189,11 @@ class WindowData:
         assert spec.data is not None
         policy = spec.policy
         self.prompter = make_prompter(policy.model_dump(mode="json"))
-        advantage = getattr(spec.algo, "advantage", None)
+        advantage, selection = getattr(spec.algo, "advantage", None), None
+        if advantage is not None:
+            selection = advantage_selection(
+                advantage, spec.data, root=spec.root, uri=spec.tracking.mlflow_uri, device=spec.device
+            )
         self.demonstrations = load_demonstrations(
             spec.data,
             n_obs_steps=policy.n_obs_steps,
@@ -197,7 +201,7 @@ class WindowData:
             action_horizon=policy.n_action_steps,
             prepare=self.prompter,
             returns=getattr(policy, "returns", None),
-            selection=advantage and advantage_selection(advantage, spec.data, root=spec.root, device=spec.device),
+            selection=selection,
             robot=spec.robot,
         )
         self.normalizer = self.demonstrations.normalizer
