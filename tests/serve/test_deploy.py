@@ -113,7 +113,8 @@ def test_a_body_of_300_mb_is_refused_and_not_held_in_memory(served):
     assert "larger than 1048576 bytes" in answer.json()["error"]
     answer = httpx.post(url, content=piece * 300, headers={"content-type": "application/json"}, timeout=30)
     assert answer.status_code == 413
-    assert replica.memory_info().rss - before < 50 * 2**20
+    # Half of one body: what a busy machine allocates besides is less, and who holds a body has all of it.
+    assert replica.memory_info().rss - before < 150 * 2**20
 
 
 @pytest.mark.ray
@@ -159,19 +160,22 @@ def test_a_killed_replica_costs_a_client_time_and_no_failure(served):
             for step in range(10_000):
                 reply = client.act(STATE, seed=1, step=step)
                 np.testing.assert_array_equal(reply.action, expected_action(STATE["observation.state"], 1, step))
-                if stop.is_set():
-                    return step
+                answered[transport] += 1
+                if killed.is_set() and answered[transport] > at_death[transport] + 1:
+                    return
         raise AssertionError("the replica was never killed")
 
-    stop = threading.Event()
+    killed, answered, at_death = threading.Event(), {"ws": 0, "http": 0}, {}
     before = replica_of(served).pid
     with ThreadPoolExecutor(2) as pool:
-        robots = [pool.submit(robot, transport) for transport in ("ws", "http")]
-        time.sleep(0.5)
+        robots = [pool.submit(robot, transport) for transport in answered]
+        while min(answered.values()) == 0 and not any(robot.done() for robot in robots):
+            time.sleep(0.01)
         os.kill(before, signal.SIGKILL)
-        time.sleep(0.5)
-        stop.set()
-        assert all(robot.result(timeout=100) > 0 for robot in robots)
+        at_death |= answered
+        killed.set()
+        for one in robots:
+            one.result(timeout=100)
     assert replica_of(served).pid != before
 
 
