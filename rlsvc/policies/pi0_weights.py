@@ -292,11 +292,18 @@ def from_lerobot(theirs: Weights, spec: Family) -> Taken:
     """Inverse of `to_lerobot`; takes what is there, and leaves out what is not.
 
     "model." may be missing; `used` has no "model.".
+
+    Raises:
+        UserError: weights for the output of pi0-FAST that are not its embedding.
     """
     flat = {name.removeprefix("model."): value for name, value in theirs.items()}
     for tied in TIED:
-        if tied in flat:
-            flat.setdefault(EMBEDDING, flat[tied])
+        if tied not in flat:
+            continue
+        flat.setdefault(EMBEDDING, flat[tied])
+        # What pi0 says is never read; what pi0-FAST says is its action.
+        if isinstance(spec, Pi0FastSpec) and not np.array_equal(flat[tied], flat[EMBEDDING]):
+            raise UserError(f"'{tied}' differs from '{EMBEDDING}'; pi0_fast says its tokens by the embedding")
     take = Taken(flat)
     v = spec.vision
     c, p, layers = v.width, v.patch, range(v.depth)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from rlsvc.core.contract import Contract, Feature
-from rlsvc.core.errors import ContractError
+from rlsvc.core.errors import ContractError, UserError
 from rlsvc.nn.params import flatten_params, unflatten_params
 from rlsvc.policies.api import PROMPT_AR_MASK, PROMPT_LOSS_MASK, PROMPT_MASK, PROMPT_TOKENS
 from rlsvc.policies.pi0_fast import END, Pi0FastPolicy, decode, token_loss
-from rlsvc.policies.pi0_weights import from_openpi, to_openpi
+from rlsvc.policies.pi0_weights import from_lerobot, from_openpi, to_lerobot, to_openpi
 from rlsvc.spec.pi0 import GemmaSpec, SiglipSpec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
 
@@ -237,6 +237,21 @@ def test_a_row_is_drawn_by_its_own_key_and_ends_by_itself(tiny):
         ends = np.flatnonzero(row == END)
         if len(ends):
             assert (row[ends[0] + 1 :] == 0).all()
+
+
+def test_weights_come_back_from_lerobots_names_and_an_output_of_its_own_is_refused(tiny):
+    policy, params, _, _ = tiny
+    ours = flatten_params(params)
+    theirs = to_lerobot(ours, policy.spec)
+    back = from_lerobot(theirs, policy.spec)
+    assert back.used == {name.removeprefix("model.") for name in theirs}
+    assert back.weights.keys() == ours.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(back.weights[name], value)
+    head = "model.paligemma_with_expert.paligemma.lm_head.weight"
+    from_lerobot({**theirs, head: ours["embedding"]}, policy.spec)
+    with pytest.raises(UserError, match=r"lm_head\.weight' differs from .*embed_tokens"):
+        from_lerobot({**theirs, head: ours["embedding"] + 1}, policy.spec)
 
 
 def test_an_action_that_holds_still_must_fit_the_robot():
