@@ -241,14 +241,11 @@ class Plane:
     def _driver_ends(self, rng: np.random.Generator) -> None:
         """What a killed driver leaves: no more workers, and perhaps part of a record at the end of the journal."""
         self.rollouts.close()
-        newest = max((self.folder / "journal").glob("*.journal"))
-        before = newest.stat().st_size
+        sizes = {file: file.stat().st_size for file in (self.folder / "journal").glob("*.journal")}
         self.journal.append(dataclasses.replace(self._last, number=self._last.number + 1000))
         self.journal.close()
         newest = max((self.folder / "journal").glob("*.journal"))
-        after = newest.stat().st_size
-        before = before if after > before else 0  # the record began a new file
-        os.truncate(newest, int(rng.integers(before, after)))
+        os.truncate(newest, int(rng.integers(sizes.get(newest, 0), newest.stat().st_size)))
         self._open()
 
     def audit(self) -> tuple[int, int, int]:

@@ -101,7 +101,8 @@ def train(
     stop = stop or threading.Event()
     status: Status = "failed"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_begun(folder))
+        if not spec.resume:
+            stack.enter_context(_begun(folder))
         tracker = make_tracker(spec, folder, resume=spec.resume)
         stack.callback(lambda: tracker.close(status))
         group: LearnerGroup = (LocalGroup if local else RayGroup)(spec, folder, contract)
@@ -306,7 +307,10 @@ def _prepare_folder(spec: RunSpec) -> Path:
 
 @contextlib.contextmanager
 def _begun(folder: Path) -> Iterator[None]:
-    """What is refused before anything was saved is no run: its folder is free for the mended specification."""
+    """What is refused before anything was saved is no run: its folder is free for the mended specification.
+
+    Not for a run that is resumed, which another process may be in.
+    """
     try:
         yield
     except UserError:

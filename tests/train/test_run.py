@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -103,6 +104,19 @@ def test_an_error_after_the_first_checkpoint_leaves_a_run_that_resumes(make_spec
     with pytest.raises(UserError, match="enough"):
         train(make_spec("env=null", "total_steps=8", "checkpoint.interval=2"), local=True, on_metrics=refuse)
     assert train(make_spec("env=null", "total_steps=8", "resume=true"), local=True).step == 8
+
+
+def test_a_run_that_is_resumed_and_refused_keeps_its_specification(make_spec):
+    words = ("env=null", "total_steps=8", "checkpoint.interval=8")
+    train(make_spec(*words), local=True)
+    shutil.rmtree(run_dir(make_spec()) / "checkpoints")
+
+    def refuse(step: int, metrics: object) -> None:
+        raise UserError("enough")
+
+    with pytest.raises(UserError, match="enough"):
+        train(make_spec(*words, "resume=true"), local=True, on_metrics=refuse)
+    assert (run_dir(make_spec()) / "spec.yaml").is_file()
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(make_spec, tmp_path):
