@@ -31,12 +31,14 @@ class TwoGoals(gymnasium.Env):
 
     Action: [2] in [-1, 1], moves the point by up to 0.06 a side and step. The episode terminates at either disc, with
     reward 1 and `is_success` at the right one, and is truncated after 40 steps.
+
+    With `mislead` the prompt names the other disc, and everything else stays: a policy that follows the prompt fails.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": RATE_HZ}
 
-    def __init__(self, size: int = 48, render_mode: str | None = "rgb_array") -> None:
-        self.size, self.render_mode = size, render_mode
+    def __init__(self, size: int = 48, mislead: bool = False, render_mode: str | None = "rgb_array") -> None:
+        self.size, self.mislead, self.render_mode = size, mislead, render_mode
         self.observation_space = spaces.Dict(
             {
                 "image": spaces.Box(0, 255, (size, size, 3), np.uint8),
@@ -85,7 +87,7 @@ class TwoGoals(gymnasium.Env):
         return image
 
     def _observation(self) -> dict[str, Any]:
-        return {"image": self.render(), "state": self.point.astype(np.float32), "task": PROMPTS[self.goal]}
+        return {"image": self.render(), "state": self.point.astype(np.float32), "task": PROMPTS[self.goal ^ self.mislead]}
 
 
 def demonstrations(episodes: int, seed: int = 0, size: int = 48) -> dict[str, Any]:
