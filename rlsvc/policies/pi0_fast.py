@@ -32,6 +32,8 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import ContractError
 from rlsvc.data.windows import Batch
 from rlsvc.nn.gemma import Cache, block_mask, transformer
+from rlsvc.nn.lora import merged_weights
+from rlsvc.nn.params import unflatten_params
 from rlsvc.policies.api import (
     PROMPT_AR_MASK,
     PROMPT_LOSS_MASK,
@@ -186,6 +188,8 @@ def decode(
 class Pi0FastPolicy:
     """The policy of `rlsvc.policies.api`, static; weights are the nnx state of a Pi0FastNet."""
 
+    narrow = r"(backbone|vision)\.layers\.(qkv|out|gate_up|up|down)|embedding|vision\.head"
+
     def __init__(self, spec: Pi0FastSpec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the contract fits the specification.
 
@@ -212,6 +216,22 @@ class Pi0FastPolicy:
     def net(self, params: Params) -> Pi0FastNet:
         """The net with these weights."""
         return nnx.merge(self._graph, params)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """See `rlsvc.policies.api.AdaptedPolicy`; an adapted backbone's embedding is frozen too, as published."""
+        return () if self.spec.lora_backbone is None else (r"backbone\.(?!.*lora).*", "embedding")
+
+    @property
+    def merged_spec(self) -> Pi0FastSpec:
+        """The specification without adaptations."""
+        return self.spec.replace(lora_backbone=None)
+
+    def merged(self, params: Params) -> Params:
+        """The weights for `merged_spec`."""
+        flat = merged_weights(params, {"backbone": self.spec.lora_backbone})
+        acting = Pi0FastPolicy(self.merged_spec, self.contract, self.dtype)
+        return unflatten_params(flat, jax.eval_shape(acting.init, jax.random.key(0)))
 
     def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
         """`token_loss` with these weights."""

@@ -289,9 +289,7 @@ def _norm_to_lerobot(at: str, weight: np.ndarray, kernel: np.ndarray | None) -> 
 
 
 def from_lerobot(theirs: Weights, spec: Family) -> Taken:
-    """Inverse of `to_lerobot`; takes what is there, and leaves out what is not.
-
-    "model." may be missing; `used` has no "model.".
+    """Inverse of `to_lerobot`; takes what is there, and leaves out what is not; "model." may be missing.
 
     Raises:
         UserError: weights for the output of pi0-FAST that are not its embedding.
@@ -356,6 +354,8 @@ def from_lerobot(theirs: Weights, spec: Family) -> Taken:
         take(f"{ours}.kernel", f"{their}.weight", change=lambda x: x.T)
         take(f"{ours}.bias", f"{their}.bias")
     take.used |= {name for name in (*TIED, *UNUSED) if name in flat}
+    names = {name.removeprefix("model."): name for name in theirs}
+    take.used = {names[name] for name in take.used if name in names}
     return take
 
 

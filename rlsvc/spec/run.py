@@ -115,11 +115,11 @@ class RunSpec(Spec):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         entry = ALGORITHMS[self.algo.name]
-        adapted = isinstance(self.policy, Pi0Spec) and (self.policy.lora_backbone or self.policy.lora_expert)
+        adapted = [name for name in ("lora_backbone", "lora_expert") if getattr(self.policy, name, None) is not None]
         if adapted and getattr(self.algo, "ema", None) is not None:
             raise ValueError(
-                "algo.ema: got an average, expected null with policy.lora_backbone or policy.lora_expert: the averages "
-                "of two factors do not give the average of their product"
+                f"algo.ema: got an average, expected null with policy.{adapted[0]}: the averages of two factors do not "
+                "give the average of their product"
             )
         if self.policy.name not in entry.policies:
             raise ValueError(
