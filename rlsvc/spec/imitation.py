@@ -20,9 +20,11 @@ class WeightsSpec(Spec):
     only: tuple[str, ...] = (".*",)
     """Regular expressions of the weights to take; the others begin fresh."""
     may_lack: tuple[str, ...] = ()
-    """Regular expressions of weights that may be missing there, and then begin fresh ("expert.*" for PaliGemma's)."""
+    """Regular expressions of weights that may be missing there, and then begin fresh ("expert.*" for PaliGemma's); of
+    cameras that a bundle did not have, too."""
     may_ignore: tuple[str, ...] = ()
-    """Regular expressions of weights there that this policy has no use for, by their own names."""
+    """Regular expressions of weights there that this policy has no use for, by their own names; of a bundle's cameras,
+    too."""
 
 
 class ImitationSpec(Spec):

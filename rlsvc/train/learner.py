@@ -102,7 +102,7 @@ class Learner:
         source = getattr(self.spec.algo, "weights", None)
         if source is None or checkpoint.steps(self.checkpoints):
             return
-        loaded, report = load_weights(source, self.spec.policy, self.state.params)
+        loaded, report = load_weights(source, self.spec.policy, self.state.params, self.data.contract)
         log.info("%s", report)
         names, (leaves, tree) = leaf_names(self.state.params), jax.tree.flatten(self.state.params)
         put = [
