@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlsvc.core.contract import TEXT, Contract, Feature
-from rlsvc.core.errors import ContractError, DatasetError
+from rlsvc.core.errors import BundleError, ContractError, DatasetError
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.monte_carlo import monte_carlo_returns, outcome_columns, read_outcomes
+from rlsvc.data.norm_stats import read_norm_stats, to_normalizer
 from rlsvc.data.normalize import FIELDS, RETURN, Normalizer, Stats, compute_stats
 from rlsvc.data.repack import load_features
 from rlsvc.data.transforms import ACTION, RobotTransforms
@@ -199,9 +200,18 @@ def load_demonstrations(
             delta=delta,
         )
 
+    given = {} if spec.norm_stats is None else openpi_stats(spec.norm_stats, contract)
+
     def fitted() -> Normalizer:
         fit = Normalizer.fit(by_group, named, spec.normalization)
-        return fit if delta is None else fit.with_stats(ACTION, relative_stats(chunks(train, group_of), len(groups)))
+        if delta is not None and not given:
+            fit = fit.with_stats(ACTION, relative_stats(chunks(train, group_of), len(groups)))
+        for key, stats in given.items():
+            try:
+                fit = fit.with_stats(key, stats * len(groups))
+            except BundleError as error:
+                raise DatasetError(f"data.norm_stats, data.normalization: {error}") from error
+        return fit
 
     normalizer = fitted()
 
@@ -244,6 +254,16 @@ def load_demonstrations(
         contract=contract,
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},
     )
+
+
+def openpi_stats(path: str, contract: Contract) -> dict[str, tuple[Stats]]:
+    """By feature the statistics of openpi's norm_stats.json.
+
+    Raises:
+        DatasetError: not openpi's, or of another robot; names the key.
+    """
+    found = to_normalizer(read_norm_stats(path), contract, "mean_std").stats
+    return {key: (stats,) for key, (stats,) in found.items()}
 
 
 def relative_stats(windows: Windows, num_groups: int) -> tuple[Stats, ...]:

@@ -7,7 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
+
+from rlsvc.core.errors import UserError
+from rlsvc.train.sharding import state_shardings
 
 SCRIPT = """
 import sys
@@ -51,6 +57,23 @@ else:
     raise AssertionError("a mesh that does not divide the devices was taken")
 print("equal")
 """
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            {"fsdp": 4},
+            r"learner.fsdp: 4 does not divide the 98 of weight 'params.backbone.layers.gate_up' \(3, 98, 12\)",
+        ),
+        ({"tensor": 8}, r"learner.tensor: 8 does not divide the 12 of weight 'params.backbone.layers.gate_up'"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_a_weight_is_refused_by_the_names_of_both(mesh, message):
+    shape = {"data": 1, "fsdp": 1, "tensor": 1, **mesh}
+    state = {"params": {"backbone": {"layers": {"gate_up": jax.ShapeDtypeStruct((3, 98, 12), jnp.float32)}}}}
+    with pytest.raises(UserError, match=message):
+        state_shardings(state, AbstractMesh(tuple(shape.values()), tuple(shape)))
 
 
 @pytest.mark.slow
