@@ -46,10 +46,12 @@ def small(**fields: object) -> Pi0Spec:
 def made(spec: Pi0Spec, width: int = 3):
     """A policy, random weights (also where fresh ones are zero), and an observation of two rows."""
     policy = Pi0Policy(spec, contract_of(spec, width))
-    leaves, tree = jax.tree.flatten(policy.init(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return policy, jax.tree.unflatten(tree, leaves), random_observation(np.random.default_rng(0), spec, width)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), jnp.float32),
+        jax.eval_shape(policy.init, jax.random.key(0)),
+    )
+    return policy, params, random_observation(np.random.default_rng(0), spec, width)
 
 
 @pytest.fixture(scope="module")
