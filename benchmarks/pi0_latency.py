@@ -125,19 +125,22 @@ def median_ms(call: Callable[[], Any], repeats: int = 30) -> float:
     return statistics.median(times)
 
 
+def gemma_weights(size: GemmaSpec) -> int:
+    """Weights of the products of all layers."""
+    heads = (size.heads + 2 * size.kv_heads) * size.head_dim
+    return size.depth * size.width * (heads + size.heads * size.head_dim + 3 * size.mlp_dim)
+
+
+def siglip_weights(size: SiglipSpec) -> int:
+    """Likewise."""
+    return size.depth * size.width * (4 * size.width + 2 * size.mlp_dim)
+
+
 def floors(spec: Pi0Spec, views: int) -> tuple[float, float]:
     """FLOP of the products of one chunk, and bytes of weights and keys that it has to read at least once."""
-
-    def gemma(size: GemmaSpec) -> int:
-        heads = (size.heads + 2 * size.kv_heads) * size.head_dim
-        return size.depth * size.width * (heads + size.heads * size.head_dim + 3 * size.mlp_dim)
-
-    def siglip(size: SiglipSpec) -> int:
-        return size.depth * size.width * (4 * size.width + 2 * size.mlp_dim)
-
     patches = spec.image_size[0] * spec.image_size[1] // spec.vision.patch**2
     prefix, suffix = views * patches + spec.prompt_tokens, spec.horizon + 1
-    backbone, expert, tower = gemma(spec.backbone), gemma(spec.expert), siglip(spec.vision)
+    backbone, expert, tower = gemma_weights(spec.backbone), gemma_weights(spec.expert), siglip_weights(spec.vision)
     size = spec.backbone
     attention = 4 * size.depth * size.heads * size.head_dim
     flop = 2 * (views * patches * tower + prefix * backbone) + attention * prefix**2

@@ -24,6 +24,10 @@ BASELINES = ("zero", "random")
 """Policies without weights: no motion target at all (zeros), and uniform over the contract's action range."""
 
 
+SEEDS, STEPS = "_seeds", "_steps"
+"""Beside the observation in what is sent to the device; no feature is called so."""
+
+
 class Runner(Protocol):
     """Anything that acts on batches of observation windows."""
 
@@ -126,6 +130,7 @@ class PolicyRunner:
         import jax.numpy as jnp
 
         from rlsvc.nn.backend import for_host, on_device, setup_jax
+        from rlsvc.nn.packing import Layout, unpack
         from rlsvc.nn.params import leaf_names
         from rlsvc.policies import ActOptions, make_policy, make_prompter
         from rlsvc.policies.api import normalize_observation
@@ -153,8 +158,9 @@ class PolicyRunner:
         if bundle.params:
             self.set_params(dict(bundle.params), bundle.id)
 
-        def act(weights: list[Any], observation: dict[str, Any], clock: Any, carry: Any) -> Any:
-            seeds, steps = clock  # one array: every one that comes from the host takes its own copy
+        def act(weights: list[Any], packed: Any, carry: Any, layout: Layout) -> Any:
+            observation = unpack(packed, layout)
+            seeds, steps = observation.pop(SEEDS), observation.pop(STEPS)
             params = jax.tree.unflatten(tree, weights)
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
             normal = normalize_observation(observation, normalizer, which)
@@ -170,7 +176,12 @@ class PolicyRunner:
             return action, extras, carry
 
         host = for_host()
-        self._act = jax.jit(act, out_shardings=(host, host, on_device()))
+        self._act = jax.jit(
+            act,
+            static_argnames="layout",
+            out_shardings=(host, host, on_device()),
+            compiler_options=dict(policy.compiler_options),
+        )
         self.initial_carry = policy.initial_carry
         self._initial = {size: policy.initial_carry(size) for size in self.batch_sizes}
 
@@ -264,12 +275,15 @@ class PolicyRunner:
         """A batch of a compiled size. The carry stays on the device, for the next call with the same rows."""
         import jax
 
+        from rlsvc.nn.packing import pack
+
         if carry is None:
             carry = self._initial[len(seeds)]
         observation = self._transforms.encode_observation(observation)
         if self._prepare is not None:
             observation = self._prepare(observation)
-        action, extras, carry = self._act(self._weights, observation, np.stack([seeds, steps]), carry)
+        packed, layout = pack({**observation, SEEDS: seeds, STEPS: steps})
+        action, extras, carry = self._act(self._weights, packed, carry, layout)
         action, extras = jax.device_get((action, extras))
         return ActionChunk(self._transforms.to_robot(action, observation), self.version, carry, extras)
 

@@ -129,14 +129,17 @@ def attention(
     v: Float[Array, "b s k h"],
     mask: Bool[Array, "b q s"],
 ) -> Float[Array, "b q n*h"]:
-    """Grouped-query attention; logits and softmax in float32."""
+    """Grouped-query attention; logits and softmax in float32.
+
+    Tokens and the heads of a group stay beside each other, so that with one group nothing is transposed.
+    """
     b, t, n, h = q.shape
     groups = k.shape[2]
     q = (q * h**-0.5).reshape(b, t, groups, n // groups, h)
-    logits = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
-    logits = jnp.where(mask[:, None, None], logits, jnp.finfo(jnp.float32).min)
+    logits = jnp.einsum("btkgh,bskh->bktgs", q, k, preferred_element_type=jnp.float32)
+    logits = jnp.where(mask[:, None, :, None], logits, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n * h)
+    return jnp.einsum("bktgs,bskh->btkgh", weights, v).reshape(b, t, n * h)
 
 
 def transformer(

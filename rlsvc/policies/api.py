@@ -67,11 +67,13 @@ class Policy(Protocol):
         dtype: of its matrix products.
         narrow: a regular expression of the weights that acting reads in the compute dtype alone, so that a runner keeps
             them in it; "" keeps all as they are.
+        compiler_options: of XLA, for acting.
     """
 
     contract: Contract
     dtype: Any
     narrow: str
+    compiler_options: Mapping[str, bool | int | str]
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Fresh float32 weights."""

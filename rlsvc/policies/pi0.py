@@ -35,10 +35,19 @@ from rlsvc.nn.layers import Linear
 from rlsvc.nn.lora import merged
 from rlsvc.nn.params import leaf_names, unflatten_params
 from rlsvc.policies.api import ActOptions, Carry, Metrics, Params
-from rlsvc.policies.vision_language import VisionLanguageNet, check_contract, newest, state_width, vectors
+from rlsvc.policies.vision_language import (
+    COMPILER_OPTIONS,
+    VisionLanguageNet,
+    check_contract,
+    newest,
+    state_width,
+    vectors,
+)
 from rlsvc.spec.pi0 import Pi0Spec
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
+TILE = 8
+"""Rows of a matrix product in bf16 on a GPU, of which XLA makes whole ones."""
 
 
 def time_features(t: Float[Array, " n"], dim: int) -> Float[Array, "n dim"]:
@@ -90,8 +99,12 @@ class Pi0Net(VisionLanguageNet):
     ) -> Float[Array, "b h a"]:
         """v(x, t) given the keys and values of images and prompt."""
         tokens, starts, condition = self.suffix(observation, x, t)
+        length = tokens.shape[1]
+        # To whole tiles of a matrix product, once, rather than before every product.
+        rows = (0, -length % TILE)
+        tokens, starts = jnp.pad(tokens, ((0, 0), rows, (0, 0))), jnp.pad(starts, rows)
         b, s, _ = tokens.shape
-        own = jnp.broadcast_to(block_mask(jnp.ones((1, s), bool), starts), (b, s, s))
+        own = jnp.broadcast_to(block_mask(jnp.arange(s)[None] < length, starts), (b, s, s))
         seen = jnp.broadcast_to(valid[:, None], (b, s, valid.shape[1]))
         positions = valid.sum(1, dtype=jnp.int32)[:, None] + jnp.arange(s)[None]
         (out,), _ = transformer(
@@ -104,7 +117,7 @@ class Pi0Net(VisionLanguageNet):
             unroll=self._unroll,
         )
         assert out is not None
-        return self.action_out(out[:, -x.shape[1] :])
+        return self.action_out(out[:, length - x.shape[1] : length])
 
     def read(self, observation: dict[str, Array]) -> tuple[Cache, Bool[Array, "b p"]]:
         """Keys and values of images and prompt, and which are there."""
@@ -223,6 +236,7 @@ class Pi0Policy:
     """The policy of `rlsvc.policies.api`, static; weights are the nnx state of a Pi0Net."""
 
     narrow = r"(backbone|expert|vision)\.layers\.(qkv|out|gate_up|up|down)|embedding|vision\.head"
+    compiler_options = COMPILER_OPTIONS
 
     def __init__(self, spec: Pi0Spec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the contract fits the specification.

@@ -43,7 +43,7 @@ from rlsvc.policies.api import (
     Metrics,
     Params,
 )
-from rlsvc.policies.vision_language import VisionLanguageNet, check_contract, newest
+from rlsvc.policies.vision_language import COMPILER_OPTIONS, VisionLanguageNet, check_contract, newest
 from rlsvc.spec.pi0_fast import Pi0FastSpec
 
 PAD, END = 0, 1
@@ -189,6 +189,7 @@ class Pi0FastPolicy:
     """The policy of `rlsvc.policies.api`, static; weights are the nnx state of a Pi0FastNet."""
 
     narrow = r"(backbone|vision)\.layers\.(qkv|out|gate_up|up|down)|embedding|vision\.head"
+    compiler_options = COMPILER_OPTIONS
 
     def __init__(self, spec: Pi0FastSpec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the contract fits the specification.
