@@ -39,7 +39,7 @@ class ValueVlmNet(VisionLanguageNet):
     ) -> None:
         super().__init__(spec, contract, dtype=dtype, rngs=rngs)
         w = spec.backbone.width
-        self.judge = nnx.Param(jax.random.normal(rngs.params(), (w,)))
+        self.judge = nnx.Param(0.02 * jax.random.normal(rngs.params(), (w,)))
         # Of zeros: the first values are the middle of the support, the same everywhere.
         self.value, self.value_bias = nnx.Param(jnp.zeros((w, outputs))), nnx.Param(jnp.zeros((outputs,)))
 

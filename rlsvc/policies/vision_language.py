@@ -93,7 +93,7 @@ class VisionLanguageNet(nnx.Module):
 def cross_entropy(
     logits: Float[Array, "b l v"], wanted: Int[Array, "b l"], learn: Bool[Array, "b l"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Cross-entropy, and share of likeliest tokens that are right; means over a row's tokens to learn, then over rows."""
+    """Cross-entropy, and share of likeliest tokens that are right: means over a row's tokens to learn, then rows."""
     count = jnp.maximum(learn.sum(1), 1)
 
     def mean(value: Float[Array, "b l"]) -> Float[Array, ""]:

@@ -126,7 +126,7 @@ class RunSpec(Spec):
         conditions = advantage is not None and advantage.mode == "condition"
         if conditions != getattr(self.policy, "advantage_in_prompt", False):
             raise ValueError(
-                f"policy.advantage_in_prompt: got {not conditions}, expected {conditions}: prompts (of pi0 and pi0_fast) "
+                f"policy.advantage_in_prompt: got {not conditions}, expected {conditions}: prompts of pi0 and pi0_fast "
                 "tell the advantages that algo.advantage finds in mode condition, and no others"
             )
         if self.policy.name not in entry.policies:

@@ -67,14 +67,14 @@ def insulated(**fields: object) -> Pi0Spec:
 
 @pytest.fixture(scope="module")
 def made():
-    """A policy, random weights (also where fresh ones are zero), and two rows: prompts of 5 and 4 tokens, chunks of 5
-    and 3."""
+    """A policy, random weights, and two rows: prompts of 5 and 4 tokens, chunks of 5 and 3."""
     spec = insulated()
     policy = Pi0Policy(spec, contract_of(spec, 3))
-    leaves, tree = jax.tree.flatten(policy.init(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), jnp.float32),
+        jax.eval_shape(policy.init, jax.random.key(0)),
+    )
     observation = random_observation(rng, spec, 3)
     observation[ACTION_TOKENS] = jnp.asarray(rng.integers(259, 515, (2, 5)), jnp.int32)
     observation[ACTION_MASK] = jnp.arange(5)[None] < jnp.asarray([[5], [3]])
@@ -83,20 +83,42 @@ def made():
         "action": jnp.asarray(rng.normal(size=(2, 4, 3)), jnp.float32),
         "mask": jnp.ones((2, 4), bool).at[1, 3].set(False),
     }
-    return policy, jax.tree.unflatten(tree, leaves), batch
+    return policy, params, batch
+
+
+@pytest.fixture(scope="module")
+def losses(made):
+    """The metrics of the insulated loss, compiled: of an observation, and noise."""
+    policy, params, batch = made
+
+    @jax.jit
+    def metrics(observation, noise):
+        return insulated_loss(policy.net(params), {**batch, "observation": observation}, noise, TIME, None)[1]
+
+    return metrics
 
 
 @pytest.fixture(scope="module")
 def learnt(made):
     """By loss its value, and its gradient by weight: both terms of the insulated one, and `plain`, the uninsulated."""
     policy, params, batch = made
-    losses = {
-        "plain": lambda p: flow_loss(policy.net(p), batch, NOISE, TIME, None)[0],
-        "flow_loss": lambda p: insulated_loss(policy.net(p), batch, NOISE, TIME, None)[1]["flow_loss"],
-        "token_loss": lambda p: insulated_loss(policy.net(p), batch, NOISE, TIME, None)[1]["token_loss"],
+
+    def losses(params):
+        plain, _ = flow_loss(policy.net(params), batch, NOISE, TIME, None)
+        _, parts = insulated_loss(policy.net(params), batch, NOISE, TIME, None)
+        return jnp.stack([plain, parts["flow_loss"], parts["token_loss"]])
+
+    @jax.jit
+    def both(params):
+        values, pull = jax.vjp(losses, params)
+        return values, jax.vmap(pull)(jnp.eye(3))
+
+    values, (gradients,) = both(params)
+    names = ("plain", "flow_loss", "token_loss")
+    return {
+        name: (float(values[i]), flatten_params(jax.tree.map(lambda x, i=i: x[i], gradients)))
+        for i, name in enumerate(names)
     }
-    found = jax.jit(lambda p: {name: jax.value_and_grad(loss)(p) for name, loss in losses.items()})(params)
-    return {name: (float(value), flatten_params(gradient)) for name, (value, gradient) in found.items()}
 
 
 def test_the_flow_teaches_the_expert_as_ever_and_what_reads_nothing_at_all(learnt):
@@ -117,16 +139,10 @@ def test_what_reads_learns_from_the_tokens_and_the_expert_does_not(learnt):
         assert gradient.any() == name.startswith(READS), name
 
 
-def test_tokens_and_flow_do_not_see_each_other_and_alpha_weighs_the_flow(made):
-    policy, params, batch = made
-
-    @jax.jit
-    def losses(tokens: jax.Array, noise: jax.Array) -> dict[str, jax.Array]:
-        observation = {**batch["observation"], ACTION_TOKENS: tokens}
-        return insulated_loss(policy.net(params), {**batch, "observation": observation}, noise, TIME, None)[1]
-
-    tokens = batch["observation"][ACTION_TOKENS]
-    before, other_tokens, other_noise = losses(tokens, NOISE), losses(tokens[::-1], NOISE), losses(tokens, NOISE + 1)
+def test_tokens_and_flow_do_not_see_each_other_and_alpha_weighs_the_flow(made, losses):
+    observation = made[2]["observation"]
+    before, other_noise = losses(observation, NOISE), losses(observation, NOISE + 1)
+    other_tokens = losses({**observation, ACTION_TOKENS: observation[ACTION_TOKENS][::-1]}, NOISE)
     assert other_tokens["flow_loss"] == before["flow_loss"]
     assert other_tokens["token_loss"] != before["token_loss"]
     assert other_noise["token_loss"] == before["token_loss"]
@@ -134,7 +150,7 @@ def test_tokens_and_flow_do_not_see_each_other_and_alpha_weighs_the_flow(made):
     assert float(before["loss"]) == pytest.approx(float(before["token_loss"] + 2 * before["flow_loss"]), rel=1e-6)
 
 
-def test_the_tokens_loss_is_that_of_pi0_fast_on_the_same_sequence(made):
+def test_the_tokens_loss_is_that_of_pi0_fast_on_the_same_sequence(made, losses):
     policy, params, batch = made
     spec = Pi0FastSpec.model_validate({**SHARED, "action_tokenizer": FIT, "max_tokens": 11})
     fast = Pi0FastPolicy(spec, policy.contract)
@@ -155,8 +171,7 @@ def test_the_tokens_loss_is_that_of_pi0_fast_on_the_same_sequence(made):
     expected, metrics = jax.jit(lambda p: token_loss(fast.net(p), {"observation": {**observation, **sequence}}, None))(
         fast_params
     )
-    batch = {**batch, "observation": observation}
-    _, got = jax.jit(lambda p: insulated_loss(policy.net(p), batch, NOISE, TIME, None))(params)
+    got = losses(observation, NOISE)
     assert float(got["token_loss"]) == pytest.approx(float(expected), rel=1e-5)
     assert float(got["token_accuracy"]) == float(metrics["token_accuracy"])
 
@@ -188,7 +203,7 @@ def run_spec(root: Path, action_tokenizer: str = "{fit: {vocab_size: 256}}") -> 
         "policy.tokenizer.action_tokens=256", f"policy.insulate={{action_tokenizer: {action_tokenizer}}}",
         "policy.insulate.max_action_tokens=40", "algo.batch_size=8", "algo.learning_rate=1e-2",
         "algo.schedule.warmup_steps=0", "total_steps=40", "learner.updates_per_call=20", "log_interval=20",
-        "checkpoint.interval=40", "tracking.trackers=[]",
+        "checkpoint.interval=40", "tracking.trackers=[]", "data.validation_fraction=0", "policy.sample_steps=2",
     ])  # fmt: skip
 
 
@@ -204,9 +219,9 @@ def test_a_run_learns_both_and_its_bundle_acts_without_any_of_it(trained):
     assert {"train/flow_loss", "train/token_loss", "train/token_accuracy"} <= result.metrics.keys()
     assert result.metrics["train/token_loss"] < np.log(515)
     assert read_bundle(result.bundle).policy["insulate"] is None
-    runner = PolicyRunner.load(result.bundle, batch_sizes=(2,))
-    chunk = runner.act(runner.contract.example_observation(2), np.arange(2), np.zeros(2, int))
-    assert chunk.action.shape == (2, 4, 2)
+    runner = PolicyRunner.load(result.bundle)
+    chunk = runner.act(runner.contract.example_observation(1), np.arange(1), np.zeros(1, int))
+    assert chunk.action.shape == (1, 4, 2)
     assert np.isfinite(chunk.action).all()
 
 

@@ -38,12 +38,12 @@ def tiny():
     """Its compiled logits with random weights, and two rows; the second has no third camera and a shorter prompt."""
     spec = spec_of()
     function = ValueVlm(spec, contract_of(spec, 3))
-    leaves, tree = jax.tree.flatten(function.init(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    params = jax.tree.unflatten(
-        tree, [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), jnp.float32),
+        jax.eval_shape(function.init, jax.random.key(0)),
     )
-    observation = random_observation(np.random.default_rng(0), spec, 3)
+    observation = random_observation(rng, spec, 3)
 
     @jax.jit
     def logits(observation: dict[str, jax.Array]) -> jax.Array:
