@@ -76,7 +76,7 @@ def test_a_fresh_one_says_the_middle_of_the_scale_everywhere(head, width):
     assert not isinstance(function, Policy)
     assert isinstance(function.head, HLGauss) == (width == 7)
     observation = {name: x[:, None] for name, x in random_observation(np.random.default_rng(0), spec, 3).items()}
-    logits = function.logits(function.init(jax.random.key(0)), {"observation": observation})
+    logits = jax.jit(lambda key: function.logits(function.init(key), {"observation": observation}))(jax.random.key(0))
     assert logits.shape == (2, width)
     np.testing.assert_allclose(function.head.mean(logits), [0, 0], atol=1e-6)
 

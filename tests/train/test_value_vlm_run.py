@@ -77,12 +77,13 @@ def test_a_value_function_learns_from_images_and_prompts_and_its_bundle_judges_e
 
 
 def conditioned(root: Path, bundle: Path, *overrides: str) -> RunSpec:
-    """A tiny pi0 that is told how good its demonstrations were."""
+    """A tiny pi0 without images that is told how good its demonstrations were by a value function that sees them."""
     return spec_of(
         root, "pi05_debug", "name=conditioned", "env=null", "policy.advantage_in_prompt=true", "policy.max_tokens=96",
         "policy.expert={width: 12, depth: 1, mlp_dim: 24, heads: 2, kv_heads: 1, head_dim: 8}",
         f"algo.advantage={{bundle: {bundle}, mode: condition, quantile: 0.5}}", "total_steps=2",
-        "learner.updates_per_call=2", "data.validation_fraction=0", *overrides,
+        "learner.updates_per_call=2", "data.validation_fraction=0",
+        "data.observation=[observation.state,task]", *overrides,
     )  # fmt: skip
 
 
