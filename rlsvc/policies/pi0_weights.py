@@ -16,9 +16,10 @@ import numpy as np
 from rlsvc.core.errors import UserError
 from rlsvc.spec.pi0 import GemmaSpec, Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
+from rlsvc.spec.value_function import ValueVlmSpec
 
 Weights = Mapping[str, np.ndarray]
-Family = Pi0Spec | Pi0FastSpec
+Family = Pi0Spec | Pi0FastSpec | ValueVlmSpec
 EXPERTS = {"backbone": "", "expert": "_1"}
 """Our experts, and openpi's suffix of each."""
 NORMS = {"attention_norm": "pre_attention_norm", "feed_forward_norm": "pre_ffw_norm"}

@@ -93,6 +93,7 @@ def _refuse(bundle: Bundle, spec: Pi0Spec) -> None:
             "policy.state_in_prompt",
             "false; LeRobot's pi05 tells the state",
         ),
+        (spec.advantage_in_prompt, "policy.advantage_in_prompt", "true; LeRobot's prompts tell no advantage"),
         (state != (STATE,), "contract", f"the state is {', '.join(state) or 'none'}; LeRobot reads {STATE} alone"),
         (bool(masks), "contract", f"{', '.join(masks)}; LeRobot has no masks of cameras"),
     )

@@ -22,9 +22,10 @@ from rlsvc.core.errors import UserError
 from rlsvc.nn.params import leaf_names
 from rlsvc.policies import pi0_weights
 from rlsvc.policies.vision_language import cameras
-from rlsvc.spec.imitation import WeightsSpec
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
+from rlsvc.spec.value_function import ValueVlmSpec
+from rlsvc.spec.weights import WeightsSpec
 from rlsvc.store.bundle import META, read_bundle, read_contract
 
 
@@ -70,8 +71,10 @@ def load_weights(
         weights, used = theirs, set(theirs)
         if contract is not None and isinstance(policy, Pi0Spec | Pi0FastSpec):
             _check_cameras(spec, cameras(policy, contract))
-    elif not isinstance(policy, Pi0Spec | Pi0FastSpec):
-        raise UserError(f"algo.weights: {path} is {kind}, which is for pi0 and pi0_fast; the policy is {policy.name}")
+    elif not isinstance(policy, Pi0Spec | Pi0FastSpec | ValueVlmSpec):
+        raise UserError(
+            f"algo.weights: {path} is {kind}, which is for pi0, pi0_fast and value_vlm; the policy is {policy.name}"
+        )
     else:
         taken = (pi0_weights.from_lerobot if kind == "LeRobot" else pi0_weights.from_openpi)(theirs, policy)
         weights, used = taken.weights, taken.used

@@ -283,6 +283,7 @@ def edit(folder: Path, change, file: str = "config.json") -> None:
         ({"image_size": (SIDE, 14)}, {}, r"policy.image_size: \[28, 14\]; LeRobot's are square"),
         ({}, {"observation.extra": Feature((1,), "float32")}, r"the state is observation.extra, observation.state"),
         ({}, {f"{CAMERAS[0]}_mask": Feature((), "bool")}, r"observation.images.base_mask; LeRobot has no masks"),
+        ({"advantage_in_prompt": True}, {}, r"policy.advantage_in_prompt: true"),
         ({"variant": "pi05", "state_in_prompt": False}, {}, r"policy.state_in_prompt: false"),
     ],
 )

@@ -22,8 +22,8 @@ from rlsvc.data.normalize import Normalizer
 from rlsvc.nn.params import leaf_names
 from rlsvc.policies.pi0 import Pi0Policy
 from rlsvc.policies.pi0_weights import to_lerobot, to_openpi
-from rlsvc.spec.imitation import WeightsSpec
 from rlsvc.spec.pi0 import GemmaSpec, Pi0Spec, SiglipSpec
+from rlsvc.spec.weights import WeightsSpec
 from rlsvc.store.bundle import write_bundle
 from rlsvc.store.weights import load_weights
 

@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
         ),
         (["data.observation=[observation.images.wrist,observation.state,task]"], "'observation.images.wrist'"),
         (["policy.cameras=[]"], "policy.cameras has 0 cameras, the contract 1: 'observation.image' is not named"),
-        (["data.observation=[observation.image,observation.state]"], "the pi0 policy needs one prompt"),
+        (["data.observation=[observation.image,observation.state]"], "pi0 needs one prompt"),
         (["data.datasets.0.path={folder}/silent.npz"], "the prompt is empty"),
         (
             ["+algo.weights={{path: {folder}/narrow.npz, may_lack: ['.*']}}"],
