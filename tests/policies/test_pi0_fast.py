@@ -258,12 +258,13 @@ def test_weights_come_back_from_lerobots_names_and_an_output_of_its_own_is_refus
 def test_an_adapted_backbone_is_frozen_and_merged_for_acting(tiny):
     whole, params, observation, predict = tiny
     policy = Pi0FastPolicy(small(lora_backbone={"rank": 2}), whole.contract)
-    fresh = policy.init(jax.random.key(0))
-    names = leaf_names(fresh)
+    like = jax.eval_shape(policy.init, jax.random.key(0))
+    names = leaf_names(like)
     learnt = {name for name, kept in zip(names, trained(names, (), policy.frozen), strict=True) if kept}
     assert {name for name in learnt if not name.startswith("vision")} == {name for name in names if "lora" in name}
-    adapted = unflatten_params({**flatten_params(fresh), **flatten_params(params)}, fresh)
-    adapted = jax.tree.map(lambda x: x + 0.03, adapted)
+    shapes = dict(zip(names, (leaf.shape for leaf in jax.tree.leaves(like)), strict=True))
+    lora = {name: np.full(shape, 0.1, np.float32) for name, shape in shapes.items() if "lora" in name}
+    adapted = unflatten_params({**flatten_params(params), **lora}, like)
     got = jax.jit(lambda p: policy.net(p).predict(observation, None))(adapted)
     np.testing.assert_allclose(predict(policy.merged(adapted), observation), got, rtol=1e-3, atol=1e-3)
     assert policy.merged_spec == whole.spec
