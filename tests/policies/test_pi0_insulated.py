@@ -209,7 +209,6 @@ def run_spec(root: Path, action_tokenizer: str = "{fit: {vocab_size: 256}}") -> 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory):
-    pytest.importorskip("tokenizers")
     root = tmp_path_factory.mktemp("runs")
     return root, train(run_spec(root), local=True)
 
