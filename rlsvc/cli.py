@@ -16,7 +16,9 @@ from rlsvc.core.errors import UserError
 
 USER_ERROR = 2
 EXTRAS = {
-    **dict.fromkeys(("jax", "flax", "optax", "orbax", "safetensors", "pyarrow", "matplotlib", "jaxtyping"), "learn"),
+    **dict.fromkeys(
+        ("jax", "flax", "optax", "orbax", "safetensors", "pyarrow", "matplotlib", "jaxtyping", "PIL"), "learn"
+    ),
     **dict.fromkeys(("ray", "mlflow", "fastapi", "uvicorn", "orjson", "prometheus_client"), "cluster"),
     **dict.fromkeys(("gymnasium", "gym_pusht", "pygame", "av"), "sim"),
     **dict.fromkeys(("lerobot", "torch", "datasets"), "lerobot"),

@@ -1,4 +1,4 @@
-"""What a value function makes of recorded steps: values, advantages, and by them which steps imitation learns from.
+"""What a value function makes of recorded steps: values, advantages, and what imitation makes of those.
 
 Letters: N steps of all episodes, B batch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,13 +18,14 @@ from rlsvc.algos.imitation import normalize_batch
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import BundleError, ContractError
 from rlsvc.core.types import EpisodeTable
-from rlsvc.data.mixture import Selection, feature_of
+from rlsvc.data.mixture import Conditioning, Selection, feature_of
 from rlsvc.data.monte_carlo import Outcomes, is_positive, monte_carlo_returns, n_step_advantages, read_outcomes
 from rlsvc.data.normalize import RETURN
+from rlsvc.data.prompts import NEGATIVE, POSITIVE
 from rlsvc.data.windows import Batch, Windows
 from rlsvc.nn.backend import setup_jax
 from rlsvc.nn.params import unflatten_params
-from rlsvc.policies import make_value_function
+from rlsvc.policies import make_prompter, make_value_function
 from rlsvc.spec.data import DataSpec
 from rlsvc.spec.value_function import AdvantageSpec, ReturnsSpec
 from rlsvc.store.bundle import Bundle, read_bundle
@@ -31,7 +33,8 @@ from rlsvc.store.registry import resolve
 
 log = logging.getLogger(__name__)
 
-BATCH = 1024
+BATCH, BATCH_OF_IMAGES = 1024, 32
+"""Steps that are judged at once."""
 
 
 class ValueRunner:
@@ -58,6 +61,9 @@ class ValueRunner:
         self.contract, self.normalizer = bundle.contract, normalizer
         self.returns: ReturnsSpec = function.spec.returns
         self._horizon: int = function.spec.horizon
+        self._prepare = make_prompter(bundle.policy, bundle.path)
+        sees_images = any(feature.is_image for feature in bundle.contract.observation.values())
+        self._batch = BATCH_OF_IMAGES if sees_images else BATCH
         like = jax.eval_shape(function.init, jax.random.key(0))
         self._params = jax.device_put(unflatten_params(bundle.params, like))
 
@@ -90,8 +96,8 @@ class ValueRunner:
         several = len(self.normalizer.groups) > 1
         windows = self._windows(table, action, self.normalizer.group_index(group if several else None))
         parts = []
-        for start in range(0, table.num_steps, BATCH):
-            index = np.minimum(np.arange(start, start + BATCH), table.num_steps - 1)
+        for start in range(0, table.num_steps, self._batch):
+            index = np.minimum(np.arange(start, start + self._batch), table.num_steps - 1)
             parts.append(np.asarray(self._values(self._params, windows.gather(index))))
         return np.concatenate(parts)[: table.num_steps]
 
@@ -131,11 +137,14 @@ class ValueRunner:
         features = {name: feature_of(table, name) for name in (*observation, action)}
         theirs = Contract({name: features[name] for name in observation}, features[action], table.fps)
         self.contract.check_same(theirs, "value function", table.source or "table")
+        seen = {name: table.columns[name] for name in observation}
+        if self._prepare is not None:
+            seen = self._prepare(seen, self.normalizer, group)
         return Windows.build(
-            [table],
+            [replace(table, columns={**seen, action: table.columns[action]})],
             weights=[1.0],
             groups=[group],
-            observation=observation,
+            observation=tuple(seen),
             action=action,
             n_obs_steps=self.contract.n_obs_steps,
             horizon=self._horizon,
@@ -160,21 +169,55 @@ def advantage_selection(
     runner = ValueRunner.load(resolve(spec.bundle, root=root, uri=uri), device=device)
 
     def choose(tables: Sequence[EpisodeTable]) -> list[np.ndarray]:
-        prompts = sorted({prompt for table in tables for prompt in table.tasks})
-        advantages, known, task = [], [], []
-        for table, dataset in zip(tables, data.datasets, strict=True):
-            values = runner.values(table, action=data.action, group=dataset.group)
-            outcomes = read_outcomes(table, data, runner.returns.success_bonus, dataset.success)
-            advantage, is_known = runner.advantages(outcomes, values, spec.n_steps)
-            advantages.append(advantage)
-            known.append(is_known)
-            task.append(np.array([prompts.index(prompt) for prompt in table.tasks])[table.task])
-        keep = is_positive(
-            np.concatenate(advantages), np.concatenate(known), np.concatenate(task),
-            quantile=spec.quantile, threshold=spec.threshold,
-        )  # fmt: skip
+        keep, _ = _good_enough(runner, spec, data, tables)
         log.info("algo.advantage: %d of %d training steps are learned from", keep.sum(), len(keep))
-        return np.split(keep, np.cumsum([table.num_steps for table in tables])[:-1])
+        return _by_table(keep, tables)
 
     bound = f"quantile = {spec.quantile}" if spec.threshold is None else f"threshold = {spec.threshold}"
     return Selection(tuple(runner.contract.observation), choose, f"algo.advantage: {bound}")
+
+
+def advantage_conditioning(
+    spec: AdvantageSpec, data: DataSpec, *, seed: int, root: str, uri: str | None = None, device: str = "auto"
+) -> Conditioning:
+    """What prompts tell of the steps' advantages, as a value function finds them; see `advantage_selection`.
+
+    `seed`: which steps are told nothing (`spec.dropout`), the same ones throughout a run: steps beside each other are
+    alike, so that drawing anew for every batch would teach no more.
+    """
+    runner = ValueRunner.load(resolve(spec.bundle, root=root, uri=uri), device=device)
+
+    def tell(tables: Sequence[EpisodeTable]) -> list[np.ndarray]:
+        good, known = _good_enough(runner, spec, data, tables)
+        told = known & (np.random.default_rng(seed).random(len(known)) >= spec.dropout)
+        log.info(
+            "algo.advantage: of %d steps %d are told to be positive, %d negative, and nothing is told of the others",
+            len(told), (told & good).sum(), (told & ~good).sum(),
+        )  # fmt: skip
+        return _by_table(np.where(told, np.where(good, POSITIVE, NEGATIVE), ""), tables)
+
+    return Conditioning(tuple(runner.contract.observation), tell)
+
+
+def _good_enough(
+    runner: ValueRunner, spec: AdvantageSpec, data: DataSpec, tables: Sequence[EpisodeTable]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which steps of all tables are good enough, and of which it is known, [N] bool each."""
+    prompts = sorted({prompt for table in tables for prompt in table.tasks})
+    advantages, known, task = [], [], []
+    for table, dataset in zip(tables, data.datasets, strict=True):
+        values = runner.values(table, action=data.action, group=dataset.group)
+        outcomes = read_outcomes(table, data, runner.returns.success_bonus, dataset.success)
+        advantage, is_known = runner.advantages(outcomes, values, spec.n_steps)
+        advantages.append(advantage)
+        known.append(is_known)
+        task.append(np.array([prompts.index(prompt) for prompt in table.tasks])[table.task])
+    is_known = np.concatenate(known)
+    good = is_positive(
+        np.concatenate(advantages), is_known, np.concatenate(task), quantile=spec.quantile, threshold=spec.threshold
+    )
+    return good, is_known
+
+
+def _by_table(rows: np.ndarray, tables: Sequence[EpisodeTable]) -> list[np.ndarray]:
+    return np.split(rows, np.cumsum([table.num_steps for table in tables])[:-1])

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlsvc.core.contract import TEXT, Contract, Feature
-from rlsvc.core.errors import ContractError, DatasetError
+from rlsvc.core.errors import BundleError, ContractError, DatasetError
 from rlsvc.core.types import EpisodeTable
 from rlsvc.data.monte_carlo import monte_carlo_returns, outcome_columns, read_outcomes
+from rlsvc.data.norm_stats import read_norm_stats, to_normalizer
 from rlsvc.data.normalize import FIELDS, RETURN, Normalizer, Stats, compute_stats
+from rlsvc.data.prompts import ADVANTAGE
 from rlsvc.data.repack import load_features
 from rlsvc.data.transforms import ACTION, RobotTransforms
 from rlsvc.data.windows import Windows
@@ -106,6 +108,20 @@ class Selection:
     reason: str
 
 
+@dataclass(frozen=True)
+class Conditioning:
+    """What prompts tell of the actions of each step.
+
+    Attributes:
+        columns: as of `Selection`.
+        tell: from tables of episodes, one for each dataset, to [N] texts for each: positive, negative, or "" for
+            nothing.
+    """
+
+    columns: tuple[str, ...]
+    tell: Callable[[Sequence[EpisodeTable]], list[np.ndarray]]
+
+
 KNOWN = "return_known"
 KNOWN_RETURNS = Selection(
     (),
@@ -123,6 +139,7 @@ def load_demonstrations(
     action_horizon: int,
     returns: ReturnsSpec | None = None,
     selection: Selection | None = None,
+    conditioning: Conditioning | None = None,
     prepare: Prepare | None = None,
     robot: RobotSpec | None = None,
 ) -> Demonstrations:
@@ -136,6 +153,7 @@ def load_demonstrations(
         returns: gives batches a `return` [B] float32 and the normaliser its statistics; steps whose return is not known
             are left out.
         selection: of training steps; validation keeps all of its own, so that its loss compares between selections.
+        conditioning: gives `prepare` what the prompts are to tell, of training and validation steps alike.
         prepare: what the policy needs done with texts and actions; None for a policy that reads no text.
         robot: whose numbers these are; the windows hold what it makes of them, and the statistics are theirs.
 
@@ -147,8 +165,8 @@ def load_demonstrations(
     keys = (*spec.observation, spec.action)
     if returns is not None and RETURN in keys:
         raise DatasetError(f"data.observation, data.action: '{RETURN}' is the target of a value function; leave it out")
-    judged = returns is not None or selection is not None
-    besides = () if selection is None else selection.columns
+    judges = [judge for judge in (selection, conditioning) if judge is not None]
+    judged, besides = returns is not None or bool(judges), [name for judge in judges for name in judge.columns]
     transforms = RobotTransforms(robot)
     tables = []
     for dataset in spec.datasets:
@@ -199,24 +217,36 @@ def load_demonstrations(
             delta=delta,
         )
 
+    given = {} if spec.norm_stats is None else openpi_stats(spec.norm_stats, contract)
+
     def fitted() -> Normalizer:
         fit = Normalizer.fit(by_group, named, spec.normalization)
-        return fit if delta is None else fit.with_stats(ACTION, relative_stats(chunks(train, group_of), len(groups)))
+        if delta is not None and not given:
+            fit = fit.with_stats(ACTION, relative_stats(chunks(train, group_of), len(groups)))
+        for key, stats in given.items():
+            try:
+                fit = fit.with_stats(key, stats * len(groups))
+            except BundleError as error:
+                raise DatasetError(f"data.norm_stats, data.normalization: {error}") from error
+        return fit
 
     normalizer = fitted()
 
     if prepare is not None:
         prepare.fit(chunks(train, group_of), normalizer)
 
-    def prepared(table: EpisodeTable, group: int) -> EpisodeTable:
+    def prepared(table: EpisodeTable, group: int, told: np.ndarray | None) -> EpisodeTable:
         observation = {key: table.columns[key] for key in spec.observation}
+        if told is not None:
+            observation[ADVANTAGE] = told
         if prepare is not None:
             observation = prepare(observation, normalizer, group, chunks([table], [group]))
         besides = {key: table.columns[key] for key in (spec.action, *((RETURN,) if returns else ()))}
         return replace(table, columns={**observation, **besides})
 
     def windows(raw: list[EpisodeTable], selection: Selection | None) -> Windows:
-        parts = [prepared(table, group) for table, group in zip(raw, group_of, strict=True)]
+        told = [None] * len(raw) if conditioning is None else conditioning.tell(raw)
+        parts = [prepared(*row) for row in zip(raw, group_of, told, strict=True)]
         built = Windows.build(
             parts,
             weights=[dataset.weight for dataset in spec.datasets],
@@ -244,6 +274,16 @@ def load_demonstrations(
         contract=contract,
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},
     )
+
+
+def openpi_stats(path: str, contract: Contract) -> dict[str, tuple[Stats]]:
+    """By feature the statistics of openpi's norm_stats.json.
+
+    Raises:
+        DatasetError: not openpi's, or of another robot; names the key.
+    """
+    found = to_normalizer(read_norm_stats(path), contract, "mean_std").stats
+    return {key: (stats,) for key, (stats,) in found.items()}
 
 
 def relative_stats(windows: Windows, num_groups: int) -> tuple[Stats, ...]:

@@ -72,7 +72,7 @@ def compute_stats(column: np.ndarray) -> Stats:
     return Stats(values.mean(0), values.std(0), values.min(0), values.max(0), q01, q99, len(values))
 
 
-def _affine(stats: Stats, mode: str) -> tuple[np.ndarray, np.ndarray]:
+def affine(stats: Stats, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """Center and scale of one feature, float64.
 
     Raises:
@@ -127,7 +127,7 @@ class Normalizer:
                 if len(self.stats.get(key, ())) != len(self.groups):
                     raise BundleError(f"normaliser has no statistics for '{key}' in every group of {self.groups}")
                 try:
-                    pairs = [_affine(stats, mode) for stats in self.stats[key]]
+                    pairs = [affine(stats, mode) for stats in self.stats[key]]
                 except BundleError as error:
                     raise BundleError(f"normaliser statistics of '{key}': {error}") from error
             center[key] = np.stack([c for c, _ in pairs]).astype(np.float32)

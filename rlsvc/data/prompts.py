@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 STATE_BINS = np.linspace(-1, 1, 257)[:-1]
 ACTION, END = "Action: ", "|"
+ADVANTAGE = "prompt_advantage"
+"""Beside an observation, what its prompt is to tell of the actions that follow: POSITIVE, NEGATIVE or "", nothing."""
+POSITIVE, NEGATIVE = "positive", "negative"
 
 
 class FastSequence(NamedTuple):
@@ -60,6 +63,20 @@ def discretize_state(state: np.ndarray) -> np.ndarray:
     if not np.isfinite(state).all():
         raise ContractError("state: a value is not finite, so that it cannot be written into the prompt")
     return np.digitize(state, STATE_BINS) - 1
+
+
+def with_advantage(texts: Any, advantage: np.ndarray) -> np.ndarray:
+    """Texts that tell how good the actions are that follow: `text Advantage: positive` (RECAP, arXiv:2511.14759).
+
+    Args:
+        texts: [...] strings.
+        advantage: [...], or one for all; a text is left as it is where this is "".
+    """
+    tells = advantage != ""
+    if not tells.any():
+        return texts
+    told = np.where(tells, np.char.add(" Advantage: ", advantage), "")
+    return np.char.add(np.asarray(texts, np.str_), told)
 
 
 def action_ids_in_text(ids: np.ndarray | Sequence[int], vocab_size: int, skip: int) -> np.ndarray:
@@ -158,11 +175,25 @@ class PromptTokenizer:
         postfixes: list[list[int]] = [[] for _ in prefixes]
         if actions is not None:
             chunks = actions.reshape(-1, *actions.shape[texts.ndim :])
-            postfixes = [self._postfix(chunk) for chunk in chunks]
+            postfixes = [[*self._action, *self._chunk(chunk)] for chunk in chunks]
         tokens, mask = self._pad([a + b for a, b in zip(prefixes, postfixes, strict=True)], texts.shape)
         lengths = np.array([len(prefix) for prefix in prefixes]).reshape(*texts.shape, 1)
         learned = mask & (np.arange(self.length) >= lengths)
         return FastSequence(tokens, mask, learned, learned)
+
+    def actions(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Chunks alone, as PI0-FAST has them after `Action:·`: action tokens | <eos>.
+
+        Args:
+            chunks: [N, H, A] normalised.
+
+        Returns:
+            tokens int32 [N, L] and mask bool [N, L].
+
+        Raises:
+            UserError: as FastTokenizer.encode.
+        """
+        return self._pad([self._chunk(chunk) for chunk in chunks], chunks.shape[:1])
 
     def decode_chunk(self, tokens: np.ndarray | Sequence[int], horizon: int, action_dim: int) -> np.ndarray:
         """The chunk [H, A], float32 and normalised, in what PI0-FAST gave after its prompt.
@@ -190,10 +221,10 @@ class PromptTokenizer:
             action_ids_in_text(ids[: min(ends)], text.vocab_size, text.action_skip), horizon, action_dim
         )
 
-    def _postfix(self, chunk: np.ndarray) -> list[int]:
+    def _chunk(self, chunk: np.ndarray) -> list[int]:
         text = self._text
         ids = action_ids_in_text(self._tokenizer().encode(chunk), text.vocab_size, text.action_skip)
-        return [*self._action, *ids.tolist(), *self._end, text.eos_id]
+        return [*ids.tolist(), *self._end, text.eos_id]
 
     def _tokenizer(self) -> FastTokenizer:
         if self._fast is None:

@@ -150,7 +150,6 @@ def transformer(
     *,
     conditions: Sequence[Float[Array, "b _w"] | None] = (),
     cache: Cache | None = None,
-    insulate: Bool[Array, " q"] | None = None,
     remat: bool = False,
     unroll: int = 1,
 ) -> tuple[list[Float[Array, "b _t _w"] | None], Cache]:
@@ -163,8 +162,6 @@ def transformer(
         positions: of the queries' tokens.
         conditions: of adaptive experts; empty when there is none.
         cache: keys and values of tokens before these.
-        insulate: [Q] True for queries whose gradient must not reach the keys and values of the other queries (knowledge
-            insulation, arXiv:2505.23705).
         remat: compute activations anew in the backward pass, rather than keep them.
         unroll: layers that are compiled into one.
 
@@ -194,7 +191,7 @@ def transformer(
         if past is not None:
             keys = jnp.concatenate([past.k.astype(keys.dtype), keys], axis=1)
             values = jnp.concatenate([past.v.astype(values.dtype), values], axis=1)
-        mixed = attention(q, keys, values, mask) if insulate is None else _insulated(q, keys, values, mask, insulate)
+        mixed = attention(q, keys, values, mask)
         out = []
         for i, ((e, _, c), w, x, (_, gate)) in enumerate(zip(parts, weights, xs, normal, strict=True)):
             own = mixed[:, ends[i] - lengths[i] : ends[i]]
@@ -220,25 +217,3 @@ def _norm(
 
 def _add(x: Array, y: Array, gate: Array | None) -> Array:
     return x + (y if gate is None else y * gate)
-
-
-def _insulated(q: Array, k: Array, v: Array, mask: Array, insulate: Bool[Array, " q"]) -> Array:
-    """Attention in which insulated queries and the others send no gradient into each other's keys and values."""
-    assert k.shape[1] == q.shape[1], "insulation is for training, where nothing is cached"
-    own = insulate[:, None] == insulate[None, :]
-    stopped_k, stopped_v = jax.lax.stop_gradient((k, v))
-    # One softmax over both kinds of keys: logits, and values, are taken from the copy that the pair may learn.
-    b, t, n, h = q.shape
-    groups = k.shape[2]
-    q = (q * h**-0.5).reshape(b, t, groups, n // groups, h)
-
-    def score(keys: Array) -> Array:
-        return jnp.einsum("btkgh,bskh->bkgts", q, keys, preferred_element_type=jnp.float32)
-
-    pair = own[None, None, None]
-    logits = jnp.where(pair, score(k), score(stopped_k))
-    logits = jnp.where(mask[:, None, None], logits, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    learnt = jnp.einsum("bkgts,bskh->btkgh", jnp.where(pair, weights, 0), v)
-    fixed = jnp.einsum("bkgts,bskh->btkgh", jnp.where(pair, 0, weights), stopped_v)
-    return (learnt + fixed).reshape(b, t, n * h)

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from rlsvc.nn.params import leaf_names
 from rlsvc.spec.pi0 import LoraSpec
 
 A, B = "_lora_a", "_lora_b"
@@ -50,3 +51,19 @@ def merged(layers: Mapping[str, Any], lora: LoraSpec) -> dict[str, Any]:
             weight = (weight + update).astype(weight.dtype)
         out[name] = weight
     return out
+
+
+def merged_weights(params: Any, adaptations: Mapping[str, LoraSpec | None]) -> dict[str, Any]:
+    """All weights of a policy by name, with those of each adapted transformer merged.
+
+    Args:
+        params: of the policy.
+        adaptations: by the transformer's name ("backbone").
+    """
+    flat = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+    for transformer, lora in adaptations.items():
+        if lora is not None:
+            prefix = f"{transformer}.layers."
+            layers = {name.removeprefix(prefix): flat.pop(name) for name in list(flat) if name.startswith(prefix)}
+            flat |= {prefix + name: x for name, x in merged(layers, lora).items()}
+    return flat

@@ -12,15 +12,16 @@ from rlsvc.policies.api import PRECISIONS, ActOptions, Policy, SupervisedPolicy,
 from rlsvc.policies.diffusion import DiffusionPolicy
 from rlsvc.policies.pi0 import Pi0Policy
 from rlsvc.policies.pi0_fast import Pi0FastPolicy
-from rlsvc.policies.prompt import Pi0Prompter
+from rlsvc.policies.prompt import Pi0Prompter, TextPrompter
 from rlsvc.policies.prompt_fast import Pi0FastPrompter
 from rlsvc.policies.tdmpc2 import TDMPC2Policy
 from rlsvc.policies.value_mlp import ValueMlp
+from rlsvc.policies.value_vlm import ValueVlm
 from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
-from rlsvc.spec.value_function import ValueMlpSpec
+from rlsvc.spec.value_function import ValueMlpSpec, ValueVlmSpec
 
 __all__ = [
     "POLICIES",
@@ -40,9 +41,13 @@ POLICIES = {
     "pi0_fast": (Pi0FastSpec, Pi0FastPolicy),
     "tdmpc2": (TDMPC2PolicySpec, TDMPC2Policy),
 }
-PROMPTERS = {"pi0": (Pi0Spec, Pi0Prompter), "pi0_fast": (Pi0FastSpec, Pi0FastPrompter)}
-"""What turns texts into tokens, and tokens into actions, for policies that read or say them."""
-VALUE_FUNCTIONS = {"value_mlp": (ValueMlpSpec, ValueMlp)}
+VALUE_FUNCTIONS = {"value_mlp": (ValueMlpSpec, ValueMlp), "value_vlm": (ValueVlmSpec, ValueVlm)}
+PROMPTERS = {
+    "pi0": (Pi0Spec, Pi0Prompter),
+    "pi0_fast": (Pi0FastSpec, Pi0FastPrompter),
+    "value_vlm": (ValueVlmSpec, TextPrompter),
+}
+"""What turns texts into tokens, and tokens into actions, for what reads or says them."""
 
 
 def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "fp32") -> Policy:
@@ -69,8 +74,8 @@ def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "f
     return policy_class(spec_class.model_validate(dict(spec)), contract, PRECISIONS[precision])
 
 
-def make_prompter(spec: Mapping[str, Any], folder: Path | None = None) -> Pi0Prompter | Pi0FastPrompter | None:
-    """What has to be done on the host before and after the policy acts; None for a policy that reads no text.
+def make_prompter(spec: Mapping[str, Any], folder: Path | None = None) -> TextPrompter | Pi0FastPrompter | None:
+    """What has to be done on the host before and after the policy acts, or judges; None where it reads no text.
 
     Args:
         spec: of the policy, as plain values with `name`.

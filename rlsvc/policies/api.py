@@ -30,12 +30,15 @@ PROMPT_TOKENS, PROMPT_MASK = "prompt_tokens", "prompt_mask"
 PROMPT_AR_MASK, PROMPT_LOSS_MASK = "prompt_ar_mask", "prompt_loss_mask"
 """In training, of a sequence with actions in it: bools [B, T, L], True for tokens that only those after them see, and
 for tokens to learn."""
+ACTION_TOKENS, ACTION_MASK = "action_tokens", "action_mask"
+"""In training, of a policy that learns to say its actions beside flowing to them: [B, T, F] int32 tokens of the chunk,
+and bools that are False for padding."""
 
 PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 """Types of matrix products by the name that a specification gives them."""
 
 
-PREPARED = (PROMPT_TOKENS, PROMPT_MASK, PROMPT_AR_MASK, PROMPT_LOSS_MASK)
+PREPARED = (PROMPT_TOKENS, PROMPT_MASK, PROMPT_AR_MASK, PROMPT_LOSS_MASK, ACTION_TOKENS, ACTION_MASK)
 """What the host made for the policy, which is not normalised."""
 
 

@@ -7,13 +7,15 @@ expert learns the velocity of
 so t = 1 is noise and t = 0 the actions (the other way round than in the paper, as in its published weights). Acting
 runs Euler steps from 1 to 0 over the backbone's keys and values, which are computed once.
 pi0 gives the expert a token of the state, and mixes the time into every action token; pi0.5 tells the state in the
-prompt, and the time to the expert's norms.
+prompt, and the time to the expert's norms. An insulated pi0.5 (arXiv:2505.23705) stops the flow's gradient at the
+backbone's keys and values; the backbone learns to say the same actions in FAST tokens after the prompt, which the
+expert does not see.
 
 Departure: padded actions have no loss (published: the last one is learnt again and again); padded dimensions have one,
 as published, since sampling integrates them too.
 
-Letters: B batch, C cameras, S tokens of an image, L tokens of a prompt, P tokens of images and prompt, H horizon,
-A action dimensions with padding, W width of the expert.
+Letters: B batch, C cameras, S tokens of an image, L tokens of a prompt, P tokens of images and prompt, F tokens
+of a chunk, H horizon, A action dimensions with padding, W width of the expert.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from rlsvc.core.errors import ContractError
 from rlsvc.data.windows import Batch
 from rlsvc.nn.gemma import Cache, Expert, block_mask, positions_of, transformer
 from rlsvc.nn.layers import Linear
-from rlsvc.nn.lora import merged
-from rlsvc.nn.params import leaf_names, unflatten_params
-from rlsvc.policies.api import ActOptions, Carry, Metrics, Params
+from rlsvc.nn.lora import merged_weights
+from rlsvc.nn.params import unflatten_params
+from rlsvc.policies.api import ACTION_MASK, ACTION_TOKENS, PROMPT_MASK, ActOptions, Carry, Metrics, Params
 from rlsvc.policies.vision_language import (
     COMPILER_OPTIONS,
     VisionLanguageNet,
     check_contract,
+    cross_entropy,
     newest,
     state_width,
     vectors,
@@ -96,6 +99,7 @@ class Pi0Net(VisionLanguageNet):
         t: Float[Array, " b"],
         cache: Cache,
         valid: Bool[Array, "b p"],
+        remat: bool = False,
     ) -> Float[Array, "b h a"]:
         """v(x, t) given the keys and values of images and prompt."""
         tokens, starts, condition = self.suffix(observation, x, t)
@@ -114,6 +118,7 @@ class Pi0Net(VisionLanguageNet):
             positions,
             conditions=[condition],
             cache=cache,
+            remat=remat,
             unroll=self._unroll,
         )
         assert out is not None
@@ -127,6 +132,22 @@ class Pi0Net(VisionLanguageNet):
         return cache, valid
 
 
+def noisy(
+    batch: Batch, noise: Float[Array, "b h a"], t: Float[Array, " b"]
+) -> tuple[Float[Array, "b h a"], Float[Array, "b h a"]]:
+    """x_t, and the velocity to learn."""
+    actions, at = padded(batch["action"], noise.shape[-1]), t[:, None, None]
+    return at * noise + (1 - at) * actions, noise - actions
+
+
+def velocity_error(
+    got: Float[Array, "b h a"], wanted: Float[Array, "b h a"], mask: Bool[Array, "b h"]
+) -> Float[Array, ""]:
+    """Mean squared error over the actions that are not padded."""
+    error = ((got - wanted) ** 2).mean(-1)
+    return jnp.where(mask, error, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+
+
 def flow_loss(
     net: Pi0Net,
     batch: Batch,
@@ -134,7 +155,7 @@ def flow_loss(
     t: Float[Array, " b"],
     key: Key[Array, ""] | None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Mean squared error of the velocity over the actions that are not padded, given noise and times.
+    """`velocity_error` given noise and times.
 
     Args:
         net: with its weights.
@@ -143,9 +164,7 @@ def flow_loss(
         t: in (0, 1].
         key: changes the images; None leaves them as they are.
     """
-    observation, actions = batch["observation"], padded(batch["action"], noise.shape[-1])
-    at = t[:, None, None]
-    x = at * noise + (1 - at) * actions
+    observation, (x, wanted) = batch["observation"], noisy(batch, noise, t)
     prefix, valid = net.prefix(observation, key)
     suffix, starts, condition = net.suffix(observation, x, t)
     b, s, _ = suffix.shape
@@ -160,10 +179,48 @@ def flow_loss(
         remat=net.spec.remat,
     )
     assert out is not None
-    error = ((net.action_out(out[:, -x.shape[1] :]) - (noise - actions)) ** 2).mean(-1)
-    mask = batch["mask"]
-    loss = jnp.where(mask, error, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+    loss = velocity_error(net.action_out(out[:, -x.shape[1] :]), wanted, batch["mask"])
     return loss, {"loss": loss}
+
+
+def insulated_loss(
+    net: Pi0Net,
+    batch: Batch,
+    noise: Float[Array, "b h a"],
+    t: Float[Array, " b"],
+    key: Key[Array, ""] | None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Cross-entropy of the chunk's tokens, plus alpha times the flow's loss, which the backbone does not learn from.
+
+    Args:
+        net: with its weights.
+        batch: as of `flow_loss`, with the chunk's tokens.
+        noise: standard normal.
+        t: in (0, 1].
+        key: changes the images; None leaves them as they are.
+    """
+    assert net.spec.insulate is not None
+    observation, (x, wanted) = batch["observation"], noisy(batch, noise, t)
+    prefix, valid = net.prefix(observation, key)
+    said, learn = observation[ACTION_TOKENS], observation[ACTION_MASK]
+    b, p, f = *valid.shape, said.shape[1]
+    there = jnp.concatenate([valid, learn], axis=1)
+    (out,), cache = transformer(
+        [net.backbone],
+        [jnp.concatenate([prefix, net.embed(said)], axis=1)],
+        block_mask(there, jnp.arange(p + f) >= p),
+        positions_of(there),
+        remat=net.spec.remat,
+    )
+    assert out is not None
+    # The first token is said by the last of the prompt, which padding may follow.
+    last = p - observation[PROMPT_MASK].shape[1] + observation[PROMPT_MASK].sum(1, dtype=jnp.int32) - 1
+    before = jnp.concatenate([out[jnp.arange(b), last][:, None], out[:, p:-1]], axis=1)
+    token_loss, accuracy = cross_entropy(net.logits(before), said, learn)
+    read = Cache(*(jax.lax.stop_gradient(part[:, :, :p]) for part in cache))
+    loss = velocity_error(net.velocity(observation, x, t, read, valid, net.spec.remat), wanted, batch["mask"])
+    total = token_loss + net.spec.insulate.alpha * loss
+    return total, {"loss": total, "flow_loss": loss, "token_loss": token_loss, "token_accuracy": accuracy}
 
 
 def sample(
@@ -279,29 +336,24 @@ class Pi0Policy:
 
     @property
     def merged_spec(self) -> Pi0Spec:
-        """The specification without adaptations."""
-        return self.spec.replace(lora_backbone=None, lora_expert=None)
+        """The specification without adaptations and what training alone needs."""
+        return self.spec.replace(lora_backbone=None, lora_expert=None, insulate=None)
 
     def merged(self, params: Params) -> Params:
         """The weights for `merged_spec`."""
-        flat = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
-        for expert, lora in (("backbone", self.spec.lora_backbone), ("expert", self.spec.lora_expert)):
-            if lora is None:
-                continue
-            prefix = f"{expert}.layers."
-            layers = {name.removeprefix(prefix): flat.pop(name) for name in list(flat) if name.startswith(prefix)}
-            flat |= {prefix + name: x for name, x in merged(layers, lora).items()}
+        flat = merged_weights(params, {"backbone": self.spec.lora_backbone, "expert": self.spec.lora_expert})
         acting = Pi0Policy(self.merged_spec, self.contract, self.dtype)
         return unflatten_params(flat, jax.eval_shape(acting.init, jax.random.key(0)))
 
     def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
-        """`flow_loss` with these weights, and noise and times drawn from the key."""
+        """`flow_loss`, or `insulated_loss`, with these weights, and noise and times drawn from the key."""
         augment_key, noise_key, time_key = jax.random.split(key, 3)
         b, h, _ = batch["action"].shape
         noise = jax.random.normal(noise_key, (b, h, self.action_dim))
         t = jax.random.beta(time_key, 1.5, 1.0, (b,)) * 0.999 + 0.001
         batch = {**batch, "observation": newest(batch["observation"])}
-        return flow_loss(self.net(params), batch, noise, t, augment_key)
+        loss = flow_loss if self.spec.insulate is None else insulated_loss
+        return loss(self.net(params), batch, noise, t, augment_key)
 
     def initial_carry(self, batch_size: int) -> Carry:
         """Nothing; or, for real-time chunking, the chunk before [B, H, A] and whether there is one [B]."""

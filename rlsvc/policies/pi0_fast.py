@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -32,6 +31,8 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import ContractError
 from rlsvc.data.windows import Batch
 from rlsvc.nn.gemma import Cache, block_mask, transformer
+from rlsvc.nn.lora import merged_weights
+from rlsvc.nn.params import unflatten_params
 from rlsvc.policies.api import (
     PROMPT_AR_MASK,
     PROMPT_LOSS_MASK,
@@ -41,7 +42,7 @@ from rlsvc.policies.api import (
     Metrics,
     Params,
 )
-from rlsvc.policies.vision_language import COMPILER_OPTIONS, VisionLanguageNet, check_contract, newest
+from rlsvc.policies.vision_language import COMPILER_OPTIONS, VisionLanguageNet, check_contract, cross_entropy, newest
 from rlsvc.spec.pi0_fast import Pi0FastSpec
 
 PAD, END = 0, 1
@@ -52,11 +53,6 @@ class Pi0FastNet(VisionLanguageNet):
     """Vision tower, embedding, and a backbone that also says what comes next."""
 
     spec: Pi0FastSpec
-
-    def logits(self, x: Float[Array, "b l w"]) -> Float[Array, "b l v"]:
-        """Of the token after each, float32, by the embedding."""
-        table = self.embedding[...].astype(self.dtype)
-        return jnp.einsum("blw,vw->blv", x, table, preferred_element_type=jnp.float32)
 
     def predict(self, observation: dict[str, Array], key: Key[Array, ""] | None) -> Float[Array, "b l-1 v"]:
         """Logits of every token of a sequence but the first, given those before it. `key`: changes the images."""
@@ -109,7 +105,7 @@ class Pi0FastNet(VisionLanguageNet):
 
 
 def token_loss(net: Pi0FastNet, batch: Batch, key: Key[Array, ""] | None) -> tuple[Float[Array, ""], Metrics]:
-    """Cross-entropy of the tokens to learn: the mean over those of a row, and over rows.
+    """`cross_entropy` of the tokens to learn.
 
     Args:
         net: with its weights.
@@ -118,14 +114,8 @@ def token_loss(net: Pi0FastNet, batch: Batch, key: Key[Array, ""] | None) -> tup
     """
     observation = batch["observation"]
     wanted, learn = observation[PROMPT_TOKENS][:, 1:], observation[PROMPT_LOSS_MASK][:, 1:]
-    logits = net.predict(observation, key)
-    count = jnp.maximum(learn.sum(1), 1)
-
-    def mean(value: Float[Array, "b l"]) -> Float[Array, ""]:
-        return (jnp.where(learn, value, 0.0).sum(1) / count).mean()
-
-    loss = mean(optax.softmax_cross_entropy_with_integer_labels(logits, wanted))
-    return loss, {"loss": loss, "token_accuracy": mean((logits.argmax(-1) == wanted).astype(jnp.float32))}
+    loss, accuracy = cross_entropy(net.predict(observation, key), wanted, learn)
+    return loss, {"loss": loss, "token_accuracy": accuracy}
 
 
 class Decoding(NamedTuple):
@@ -215,6 +205,22 @@ class Pi0FastPolicy:
     def net(self, params: Params) -> Pi0FastNet:
         """The net with these weights."""
         return nnx.merge(self._graph, params)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """See `rlsvc.policies.api.AdaptedPolicy`; an adapted backbone's embedding is frozen too, as published."""
+        return () if self.spec.lora_backbone is None else (r"backbone\.(?!.*lora).*", "embedding")
+
+    @property
+    def merged_spec(self) -> Pi0FastSpec:
+        """The specification without adaptations."""
+        return self.spec.replace(lora_backbone=None)
+
+    def merged(self, params: Params) -> Params:
+        """The weights for `merged_spec`."""
+        flat = merged_weights(params, {"backbone": self.spec.lora_backbone})
+        acting = Pi0FastPolicy(self.merged_spec, self.contract, self.dtype)
+        return unflatten_params(flat, jax.eval_shape(acting.init, jax.random.key(0)))
 
     def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
         """`token_loss` with these weights."""

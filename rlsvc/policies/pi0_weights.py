@@ -16,9 +16,10 @@ import numpy as np
 from rlsvc.core.errors import UserError
 from rlsvc.spec.pi0 import GemmaSpec, Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
+from rlsvc.spec.value_function import ValueVlmSpec
 
 Weights = Mapping[str, np.ndarray]
-Family = Pi0Spec | Pi0FastSpec
+Family = Pi0Spec | Pi0FastSpec | ValueVlmSpec
 EXPERTS = {"backbone": "", "expert": "_1"}
 """Our experts, and openpi's suffix of each."""
 NORMS = {"attention_norm": "pre_attention_norm", "feed_forward_norm": "pre_ffw_norm"}
@@ -289,9 +290,7 @@ def _norm_to_lerobot(at: str, weight: np.ndarray, kernel: np.ndarray | None) -> 
 
 
 def from_lerobot(theirs: Weights, spec: Family) -> Taken:
-    """Inverse of `to_lerobot`; takes what is there, and leaves out what is not.
-
-    "model." may be missing; `used` has no "model.".
+    """Inverse of `to_lerobot`; takes what is there, and leaves out what is not; "model." may be missing.
 
     Raises:
         UserError: weights for the output of pi0-FAST that are not its embedding.
@@ -356,6 +355,8 @@ def from_lerobot(theirs: Weights, spec: Family) -> Taken:
         take(f"{ours}.kernel", f"{their}.weight", change=lambda x: x.T)
         take(f"{ours}.bias", f"{their}.bias")
     take.used |= {name for name in (*TIED, *UNUSED) if name in flat}
+    names = {name.removeprefix("model."): name for name in theirs}
+    take.used = {names[name] for name in take.used if name in names}
     return take
 
 

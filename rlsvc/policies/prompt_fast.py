@@ -17,13 +17,11 @@ from rlsvc.data.fast_tokenizer import FastTokenizer, MalformedActionError
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.prompts import FastSequence, PromptTokenizer
 from rlsvc.data.windows import Windows
+from rlsvc.policies.action_tokens import fit_action_tokenizer, normal_chunks
 from rlsvc.policies.api import PROMPT_AR_MASK, PROMPT_LOSS_MASK, PROMPT_MASK, PROMPT_TOKENS
 from rlsvc.policies.pi0_fast import END
-from rlsvc.policies.prompt import open_tokenizer, split_text, tokenizer_files, told_state
+from rlsvc.policies.prompt import asked, open_tokenizer, split_text, tokenizer_files, told_state
 from rlsvc.spec.pi0_fast import Pi0FastSpec
-
-BLOCK = 4096
-"""Chunks that are cut from a dataset at a time."""
 
 
 class Pi0FastPrompter:
@@ -65,12 +63,8 @@ class Pi0FastPrompter:
             UserError: as FastTokenizer.fit.
         """
         fit = self.spec.action_tokenizer.fit
-        if fit is None or self._fast is not None:
-            return
-        count = min(chunks.num_windows, fit.max_chunks)
-        rows = np.arange(count) * chunks.num_windows // count
-        normal = (chunk for start in range(0, count, BLOCK) for chunk in _cut(chunks, rows[start:][:BLOCK], normalizer))
-        self._take(FastTokenizer.fit(normal, fit.vocab_size, fit.scale))
+        if fit is not None and self._fast is None:
+            self._take(fit_action_tokenizer(fit, chunks, normalizer))
 
     def files(self) -> dict[str, bytes]:
         """What a bundle keeps beside the weights, by name."""
@@ -97,13 +91,15 @@ class Pi0FastPrompter:
             UserError: as FastTokenizer.encode.
         """
         assert self._fast is not None, "the action tokenizer was not fitted"
-        text, rest = split_text(observation, self.spec.prompt, normalizer, self.spec.name)
+        text, rest = split_text(asked(observation, self.spec, chunks), self.spec.prompt, normalizer, self.spec.name)
         state = told_state(rest, normalizer, group, text.shape)
         if chunks is None:
             sequence = self._prompts.pi0_fast(text, state)
             return {**rest, PROMPT_TOKENS: sequence.tokens, PROMPT_MASK: sequence.mask}
-        blocks = [np.arange(start, min(start + BLOCK, len(text))) for start in range(0, len(text), BLOCK)]
-        parts = [self._prompts.pi0_fast(text[rows], state[rows], _cut(chunks, rows, normalizer)) for rows in blocks]
+        parts = [
+            self._prompts.pi0_fast(text[rows], state[rows], actions)
+            for rows, actions in normal_chunks(chunks, np.arange(len(text)), normalizer)
+        ]
         sequence = FastSequence(*(np.concatenate(field) for field in zip(*parts, strict=True)))
         return {
             **rest,
@@ -141,9 +137,3 @@ class Pi0FastPrompter:
             else:
                 actions[i] = normalizer.unnormalize("action", chunk, group)
         return actions[:, : spec.n_action_steps], {MALFORMED: reasons}
-
-
-def _cut(chunks: Windows, rows: np.ndarray, normalizer: Normalizer) -> np.ndarray:
-    """Normalised chunks [N, H, A] of these windows."""
-    batch = chunks.gather(rows)
-    return normalizer.normalize("action", batch["action"], batch["group"])

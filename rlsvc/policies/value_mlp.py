@@ -57,7 +57,8 @@ class ValueMlp:
             if feature.dtype == TEXT or feature.is_image:
                 kind = "a text" if feature.dtype == TEXT else "an image"
                 raise ContractError(
-                    f"observation '{key}' is {kind}, which value_mlp does not read; leave it out of data.observation"
+                    f"observation '{key}' is {kind}, which value_mlp does not read; leave it out of data.observation, "
+                    "or take value_vlm"
                 )
         if (contract.n_obs_steps, contract.action_horizon) != (spec.n_obs_steps, spec.n_action_steps):
             raise ContractError(

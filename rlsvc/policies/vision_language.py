@@ -1,9 +1,9 @@
-"""PaliGemma (arXiv:2407.07726), which every policy of the PI0 family begins with: images and text become tokens.
+"""PaliGemma (arXiv:2407.07726), which all of the PI0 family begin with: images and text become tokens.
 
 A SigLIP tower reads images, an embedding reads text, and a Gemma backbone reads both.
 
-Letters: B batch, C cameras, S tokens of an image, L tokens of text, P tokens of images and text, W width of the
-backbone.
+Letters: B batch, C cameras, S tokens of an image, L tokens of text, P tokens of images and text, V vocabulary,
+W width of the backbone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -23,6 +24,9 @@ from rlsvc.nn.siglip import Siglip
 from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
+from rlsvc.spec.value_function import ValueVlmSpec
+
+VisionLanguageSpec = Pi0Spec | Pi0FastSpec | ValueVlmSpec
 
 CAMERA_MASK = "_mask"
 """A bool of the contract with a camera's name and this says whether that camera's image is there."""
@@ -35,7 +39,7 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 class VisionLanguageNet(nnx.Module):
     """Vision tower, embedding and backbone."""
 
-    def __init__(self, spec: Pi0Spec | Pi0FastSpec, contract: Contract, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: VisionLanguageSpec, contract: Contract, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.spec, self.dtype = spec, dtype
         self.cameras = cameras(spec, contract)
         self.vision = Siglip(spec.vision, spec.image_size, spec.backbone.width, dtype=dtype, rngs=rngs)
@@ -48,6 +52,11 @@ class VisionLanguageNet(nnx.Module):
     def embed(self, tokens: Int[Array, "b l"]) -> Float[Array, "b l w"]:
         """Text."""
         return self.embedding[...][tokens].astype(self.dtype) * jnp.asarray(self.spec.backbone.width**0.5, self.dtype)
+
+    def logits(self, x: Float[Array, "b l w"]) -> Float[Array, "b l v"]:
+        """Of the token after each, float32, by the embedding."""
+        table = self.embedding[...].astype(self.dtype)
+        return jnp.einsum("blw,vw->blv", x, table, preferred_element_type=jnp.float32)
 
     def prefix(
         self, observation: dict[str, Array], key: Key[Array, ""] | None
@@ -86,7 +95,20 @@ class VisionLanguageNet(nnx.Module):
         return max(spec.backbone.depth, spec.vision.depth) if jax.default_backend() == "gpu" else 1
 
 
-def cameras(spec: Pi0Spec | Pi0FastSpec, contract: Contract) -> tuple[str, ...]:
+def cross_entropy(
+    logits: Float[Array, "b l v"], wanted: Int[Array, "b l"], learn: Bool[Array, "b l"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Cross-entropy, and share of likeliest tokens that are right: means over a row's tokens to learn, then rows."""
+    count = jnp.maximum(learn.sum(1), 1)
+
+    def mean(value: Float[Array, "b l"]) -> Float[Array, ""]:
+        return (jnp.where(learn, value, 0.0).sum(1) / count).mean()
+
+    loss = mean(optax.softmax_cross_entropy_with_integer_labels(logits, wanted))
+    return loss, mean((logits.argmax(-1) == wanted).astype(jnp.float32))
+
+
+def cameras(spec: VisionLanguageSpec, contract: Contract) -> tuple[str, ...]:
     """Names of the images in the order in which they are read."""
     return spec.cameras or tuple(key for key, feature in contract.observation.items() if feature.is_image)
 
@@ -108,8 +130,8 @@ def state_width(contract: Contract) -> int:
     return sum(int(np.prod(contract.observation[key].shape)) for key in vectors(contract))
 
 
-def check_contract(spec: Pi0Spec | Pi0FastSpec, contract: Contract) -> None:
-    """Refuse a contract that a policy of this family cannot be for.
+def check_contract(spec: VisionLanguageSpec, contract: Contract) -> None:
+    """Refuse a contract that a policy, or value function, of this family cannot be for.
 
     Raises:
         ContractError: cameras that are not there, an action of another kind, no prompt, or step counts that differ.
@@ -134,11 +156,11 @@ def check_contract(spec: Pi0Spec | Pi0FastSpec, contract: Contract) -> None:
     texts = [key for key, feature in contract.observation.items() if feature.dtype == TEXT]
     if len(texts) != (spec.prompt is None):
         raise ContractError(
-            f"the {spec.name} policy needs one prompt: the contract has {len(texts)} texts "
+            f"{spec.name} needs one prompt: the contract has {len(texts)} texts "
             f"({', '.join(texts) or 'none'}) and policy.prompt is {'not ' if spec.prompt is None else ''}set; add task "
             "to data.observation or set policy.prompt, not both"
         )
-    if len(contract.action.shape) != 1 or not contract.action.dtype.startswith("float"):
+    if spec.n_action_steps and (len(contract.action.shape) != 1 or not contract.action.dtype.startswith("float")):
         raise ContractError(
             f"action: got {contract.action.dtype} of shape {contract.action.shape}; the {spec.name} policy gives one "
             "vector of floats"

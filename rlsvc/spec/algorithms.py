@@ -54,5 +54,7 @@ ALGORITHMS: dict[str, Entry] = {
         sequence_length=lambda policy: policy.horizon,
         extras=_tdmpc2_extras,
     ),
-    "value_function": Entry(ValueFunctionSpec, "rlsvc.algos.value_function:ValueLearning", ("value_mlp",), acts=False),
+    "value_function": Entry(
+        ValueFunctionSpec, "rlsvc.algos.value_function:ValueLearning", ("value_mlp", "value_vlm"), acts=False
+    ),
 }

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from rlsvc.spec.base import Spec
 from rlsvc.spec.robot import Keys
 
-NormalizationMode = Literal["mean_std", "min_max", "quantile", "identity"]
+NormalizationMode = Literal["mean_std", "min_max", "quantile", "openpi_quantile", "identity"]
 
 
 class DatasetSpec(Spec):
@@ -61,6 +61,9 @@ class DataSpec(Spec):
     normalization: dict[str, NormalizationMode] = Field(default_factory=dict)
     """By feature name; a feature that is not named takes min_max (images: 0..255 to -1..1). `return` is the target of a
     value function."""
+    norm_stats: str | None = None
+    """openpi's norm_stats.json, or its folder: its statistics take the place of the data's, in every group. The modes
+    are then mean_std, as pi0 has it, or openpi_quantile, as pi0.5 and pi0-FAST. null computes them from the data."""
     placement: Literal["auto", "device", "host"] = "auto"
     """Where windows are cut: device keeps the whole dataset in accelerator memory; auto does so when it fits."""
 

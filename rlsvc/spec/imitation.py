@@ -9,20 +9,7 @@ from pydantic import Field
 from rlsvc.spec.base import Spec
 from rlsvc.spec.optim import EmaSpec, OptimizerSpec, ScheduleSpec
 from rlsvc.spec.value_function import AdvantageSpec
-
-
-class WeightsSpec(Spec):
-    """Trained weights to begin with. A weight that is missing or not known is an error, unless it is named here."""
-
-    path: str
-    """A bundle; for pi0 and pi0_fast also a folder of an openpi checkpoint (its `params`), PaliGemma's .npz, or a
-    .safetensors file of LeRobot."""
-    only: tuple[str, ...] = (".*",)
-    """Regular expressions of the weights to take; the others begin fresh."""
-    may_lack: tuple[str, ...] = ()
-    """Regular expressions of weights that may be missing there, and then begin fresh ("expert.*" for PaliGemma's)."""
-    may_ignore: tuple[str, ...] = ()
-    """Regular expressions of weights there that this policy has no use for, by their own names."""
+from rlsvc.spec.weights import WeightsSpec
 
 
 class ImitationSpec(Spec):

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlsvc.core.errors import nearest
 from rlsvc.spec.base import Spec
-from rlsvc.spec.tokenizer import TokenizerSpec
+from rlsvc.spec.tokenizer import ActionTokenizerSpec, TokenizerSpec, check_room
 
 
 class GemmaSpec(Spec):
@@ -130,6 +130,17 @@ class RealTimeSpec(Spec):
     """Largest weight of the correction towards the old chunk."""
 
 
+class InsulateSpec(Spec):
+    """Knowledge insulation (arXiv:2505.23705), in training: the backbone learns from FAST tokens, not from the flow."""
+
+    action_tokenizer: ActionTokenizerSpec
+    """How a chunk of actions becomes tokens: fit, or path. A bundle keeps it, for a later run's `path`."""
+    max_action_tokens: int = Field(default=256, ge=1)
+    """Tokens of a chunk that are learnt at most; the rest is cut."""
+    alpha: float = Field(default=1.0, gt=0)
+    """Weight of the flow's loss beside that of the tokens. Insulated losses do not share weights, so that 1 does."""
+
+
 class Pi0Spec(Spec):
     """Flow matching over a chunk of actions by a vision-language model with an action expert."""
 
@@ -156,6 +167,9 @@ class Pi0Spec(Spec):
     """Tokens of a prompt; longer ones are cut. null is 48 for pi0 and 200 for pi05, as published."""
     state_in_prompt: bool | None = None
     """Whether the state is told in the prompt, in 256 steps from -1 to 1; null is so for pi05 and not for pi0."""
+    advantage_in_prompt: bool = False
+    """Whether the prompt tells how good the actions are that follow: in training what `algo.advantage` of mode
+    condition finds, `Advantage: positive` when acting."""
     n_obs_steps: Literal[1] = 1
     """The policy sees the newest observation alone."""
     horizon: int = Field(default=50, ge=1)
@@ -169,6 +183,9 @@ class Pi0Spec(Spec):
     """Euler steps from noise to actions."""
     real_time: RealTimeSpec | None = None
     """Draws each chunk so that it goes on from the one before it; null draws it from the observation alone."""
+    insulate: InsulateSpec | None = None
+    """Keeps the flow's gradient from the backbone, which learns from FAST tokens instead; of pi05. null lets the flow
+    teach all."""
     lora_backbone: LoraSpec | None = None
     """Adapts the backbone instead of training it whole; null has no adaptation."""
     lora_expert: LoraSpec | None = None
@@ -207,4 +224,8 @@ class Pi0Spec(Spec):
             )
         if self.variant == "pi0" and self.state_in_prompt:
             raise ValueError("state_in_prompt: pi0 has a token for the state; use variant=pi05")
+        if self.insulate is not None:
+            if self.variant == "pi0":
+                raise ValueError("insulate: pi0 is trained as a whole; use variant=pi05")
+            check_room(self.tokenizer, self.insulate.action_tokenizer)
         return self

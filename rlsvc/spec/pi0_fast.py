@@ -1,4 +1,4 @@
-"""pi0-FAST (rlsvc/policies/pi0_fast.py) and its action tokenizer. Defaults are the published ones."""
+"""pi0-FAST (rlsvc/policies/pi0_fast.py). Defaults are the published ones."""
 
 from __future__ import annotations
 
@@ -8,34 +8,7 @@ from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
 from rlsvc.spec.pi0 import GEMMA_SIZES, SIGLIP_SIZES, AugmentSpec, Gemma, LoraSpec, Siglip
-from rlsvc.spec.tokenizer import ByteTokenizerSpec, TokenizerSpec
-
-
-class FastFitSpec(Spec):
-    """An action tokenizer that is fitted on the run's training chunks."""
-
-    vocab_size: int = Field(default=1024, ge=256)
-    """Action tokens at most, 256 of them single bytes."""
-    scale: float = Field(default=10.0, gt=0)
-    """Larger keeps more detail and takes more tokens: a coefficient is off by at most 1 / (2 * scale)."""
-    max_chunks: int = Field(default=100_000, ge=1)
-    """Chunks to fit on at most, evenly spaced over all of them."""
-
-
-class ActionTokenizerSpec(Spec):
-    """Where the action tokenizer comes from; a bundle has it beside the weights, and needs neither."""
-
-    fit: FastFitSpec | None = None
-    """Fit one."""
-    path: str | None = Field(default=None, min_length=1)
-    """Folder of one that was published (physical-intelligence/fast) or fitted before (a bundle's folder); it is not
-    downloaded."""
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if (self.fit is None) == (self.path is None):
-            raise ValueError(f"got {'neither fit nor' if self.fit is None else 'both fit and'} path; give one of them")
-        return self
+from rlsvc.spec.tokenizer import ActionTokenizerSpec, FastFitSpec, TokenizerSpec, check_room
 
 
 class Pi0FastSpec(Spec):
@@ -62,6 +35,9 @@ class Pi0FastSpec(Spec):
     seven joints, 250 for two."""
     max_action_tokens: int = Field(default=256, ge=1)
     """Tokens that are decoded at most; a chunk that has not ended by then is malformed."""
+    advantage_in_prompt: bool = False
+    """Whether the prompt tells how good the actions are that follow: in training what `algo.advantage` of mode
+    condition finds, `Advantage: positive` when acting."""
     n_obs_steps: Literal[1] = 1
     """The policy sees the newest observation alone."""
     horizon: int = Field(default=32, ge=1)
@@ -95,10 +71,5 @@ class Pi0FastSpec(Spec):
             )
         if self.n_action_steps > self.horizon:
             raise ValueError(f"n_action_steps: got {self.n_action_steps}, at most horizon = {self.horizon}")
-        fit, text = self.action_tokenizer.fit, self.tokenizer
-        if fit is not None and isinstance(text, ByteTokenizerSpec) and text.action_tokens < fit.vocab_size:
-            raise ValueError(
-                f"tokenizer.action_tokens: got {text.action_tokens}, at least action_tokenizer.fit.vocab_size = "
-                f"{fit.vocab_size}"
-            )
+        check_room(self.tokenizer, self.action_tokenizer)
         return self

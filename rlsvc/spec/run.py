@@ -21,10 +21,11 @@ from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
-from rlsvc.spec.value_function import ValueMlpSpec
+from rlsvc.spec.value_function import ValueMlpSpec, ValueVlmSpec
 
 PolicySpec = Annotated[
-    DiffusionSpec | Pi0Spec | Pi0FastSpec | TDMPC2PolicySpec | ValueMlpSpec, Field(discriminator="name")
+    DiffusionSpec | Pi0Spec | Pi0FastSpec | TDMPC2PolicySpec | ValueMlpSpec | ValueVlmSpec,
+    Field(discriminator="name"),
 ]
 if TYPE_CHECKING:
     AlgoSpec = Any
@@ -61,7 +62,7 @@ class RunSpec(Spec):
     log_interval: int = Field(default=100, ge=1)
     """Clock steps between logged metrics, which are means over them."""
     policy: PolicySpec
-    """What acts, or judges: value_mlp stands here in the run of a value function."""
+    """What acts, or judges: value_mlp or value_vlm stands here in the run of a value function."""
     algo: AlgoSpec
     """How it learns."""
     data: DataSpec | None = None
@@ -115,11 +116,18 @@ class RunSpec(Spec):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         entry = ALGORITHMS[self.algo.name]
-        adapted = isinstance(self.policy, Pi0Spec) and (self.policy.lora_backbone or self.policy.lora_expert)
+        adapted = [name for name in ("lora_backbone", "lora_expert") if getattr(self.policy, name, None) is not None]
         if adapted and getattr(self.algo, "ema", None) is not None:
             raise ValueError(
-                "algo.ema: got an average, expected null with policy.lora_backbone or policy.lora_expert: the averages "
-                "of two factors do not give the average of their product"
+                f"algo.ema: got an average, expected null with policy.{adapted[0]}: the averages of two factors do not "
+                "give the average of their product"
+            )
+        advantage = getattr(self.algo, "advantage", None)
+        conditions = advantage is not None and advantage.mode == "condition"
+        if conditions != getattr(self.policy, "advantage_in_prompt", False):
+            raise ValueError(
+                f"policy.advantage_in_prompt: got {not conditions}, expected {conditions}: prompts of pi0 and pi0_fast "
+                "tell the advantages that algo.advantage finds in mode condition, and no others"
             )
         if self.policy.name not in entry.policies:
             raise ValueError(

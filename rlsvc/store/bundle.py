@@ -171,6 +171,15 @@ def read_bundle(path: str | Path) -> Bundle:
     return Bundle(stated_id, policy, precision, contract, normalizer, params, run, path, robot)
 
 
+def read_contract(path: str | Path) -> Contract:
+    """The contract of a bundle, without its weights.
+
+    Raises:
+        BundleError: not a bundle, or another schema version.
+    """
+    return Contract.from_json(_read_meta(Path(path))["contract"])
+
+
 def read_robot(path: str | Path) -> RobotSpec | None:
     """The robot of a bundle, without its weights.
 

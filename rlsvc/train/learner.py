@@ -41,7 +41,7 @@ from rlsvc.store.weights import load_weights
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.rollout_worker import extra_columns
 from rlsvc.train.sharding import ROWS, gathered, make_mesh, state_shardings
-from rlsvc.value import advantage_selection
+from rlsvc.value import advantage_conditioning, advantage_selection
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Learner:
         source = getattr(self.spec.algo, "weights", None)
         if source is None or checkpoint.steps(self.checkpoints):
             return
-        loaded, report = load_weights(source, self.spec.policy, self.state.params)
+        loaded, report = load_weights(source, self.spec.policy, self.state.params, self.data.contract)
         log.info("%s", report)
         names, (leaves, tree) = leaf_names(self.state.params), jax.tree.flatten(self.state.params)
         put = [
@@ -189,11 +189,12 @@ class WindowData:
         assert spec.data is not None
         policy = spec.policy
         self.prompter = make_prompter(policy.model_dump(mode="json"))
-        advantage, selection = getattr(spec.algo, "advantage", None), None
-        if advantage is not None:
-            selection = advantage_selection(
-                advantage, spec.data, root=spec.root, uri=spec.tracking.mlflow_uri, device=spec.device
-            )
+        advantage, selection, conditioning = getattr(spec.algo, "advantage", None), None, None
+        where = {"root": spec.root, "uri": spec.tracking.mlflow_uri, "device": spec.device}
+        if advantage is not None and advantage.mode == "filter":
+            selection = advantage_selection(advantage, spec.data, **where)
+        elif advantage is not None:
+            conditioning = advantage_conditioning(advantage, spec.data, seed=spec.seed, **where)
         self.demonstrations = load_demonstrations(
             spec.data,
             n_obs_steps=policy.n_obs_steps,
@@ -202,6 +203,7 @@ class WindowData:
             prepare=self.prompter,
             returns=getattr(policy, "returns", None),
             selection=selection,
+            conditioning=conditioning,
             robot=spec.robot,
         )
         self.normalizer = self.demonstrations.normalizer

@@ -46,10 +46,22 @@ def small(**fields: object) -> Pi0Spec:
 def made(spec: Pi0Spec, width: int = 3):
     """A policy, random weights (also where fresh ones are zero), and an observation of two rows."""
     policy = Pi0Policy(spec, contract_of(spec, width))
-    leaves, tree = jax.tree.flatten(policy.init(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return policy, jax.tree.unflatten(tree, leaves), random_observation(np.random.default_rng(0), spec, width)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), jnp.float32),
+        jax.eval_shape(policy.init, jax.random.key(0)),
+    )
+    return policy, params, random_observation(np.random.default_rng(0), spec, width)
+
+
+def fresh(policy, names: list[str]) -> dict[str, np.ndarray]:
+    """These of a policy's fresh weights."""
+    init = jax.jit(lambda key: {n: x for n, x in flat(policy.init(key)).items() if n in names})
+    return {name: np.asarray(x) for name, x in init(jax.random.key(2)).items()}
+
+
+def flat(params) -> dict[str, jax.Array]:
+    return dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +201,13 @@ def test_the_hold_on_the_old_chunk_falls_from_one_to_nothing():
 def test_low_rank_adaptation_starts_as_the_model_that_it_adapts_and_is_merged_for_acting(tiny):
     spec = small(lora_backbone={"rank": 2}, lora_expert={"rank": 3, "targets": ["attention"]})
     policy = Pi0Policy(spec, contract_of(spec, 3))
-    names = leaf_names(jax.eval_shape(policy.init, jax.random.key(0)))
+    like = jax.eval_shape(policy.init, jax.random.key(0))
+    names = leaf_names(like)
     adapted = [name for name in names if "lora" in name]
     assert {name.split(".")[0] for name in adapted} == {"backbone", "expert"}
     assert not any("expert.layers.down_lora" in name for name in names)
     _, params, observation, act = tiny
-    with_lora = {name: x for name, x in flatten_params(policy.init(jax.random.key(2))).items() if name in adapted}
-    whole = unflatten_params({**flatten_params(params), **with_lora}, jax.eval_shape(policy.init, jax.random.key(0)))
+    whole = unflatten_params({**flatten_params(params), **fresh(policy, adapted)}, like)
     noise = jnp.ones((2, 4, 5))
     run = jax.jit(lambda p: sample(policy.net(p), observation, noise, 2))
     np.testing.assert_allclose(run(whole), act(params, observation)[0], atol=1e-6)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlsvc.algos.imitation import trained
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import ContractError, UserError
-from rlsvc.nn.params import flatten_params, unflatten_params
+from rlsvc.nn.params import flatten_params, leaf_names, unflatten_params
 from rlsvc.policies.api import PROMPT_AR_MASK, PROMPT_LOSS_MASK, PROMPT_MASK, PROMPT_TOKENS
 from rlsvc.policies.pi0_fast import END, Pi0FastPolicy, decode, token_loss
 from rlsvc.policies.pi0_weights import from_lerobot, from_openpi, to_lerobot, to_openpi
@@ -244,7 +245,7 @@ def test_weights_come_back_from_lerobots_names_and_an_output_of_its_own_is_refus
     ours = flatten_params(params)
     theirs = to_lerobot(ours, policy.spec)
     back = from_lerobot(theirs, policy.spec)
-    assert back.used == {name.removeprefix("model.") for name in theirs}
+    assert back.used == set(theirs)
     assert back.weights.keys() == ours.keys()
     for name, value in ours.items():
         np.testing.assert_array_equal(back.weights[name], value)
@@ -252,6 +253,21 @@ def test_weights_come_back_from_lerobots_names_and_an_output_of_its_own_is_refus
     from_lerobot({**theirs, head: ours["embedding"]}, policy.spec)
     with pytest.raises(UserError, match=r"lm_head\.weight' differs from .*embed_tokens"):
         from_lerobot({**theirs, head: ours["embedding"] + 1}, policy.spec)
+
+
+def test_an_adapted_backbone_is_frozen_and_merged_for_acting(tiny):
+    whole, params, observation, predict = tiny
+    policy = Pi0FastPolicy(small(lora_backbone={"rank": 2}), whole.contract)
+    like = jax.eval_shape(policy.init, jax.random.key(0))
+    names = leaf_names(like)
+    learnt = {name for name, kept in zip(names, trained(names, (), policy.frozen), strict=True) if kept}
+    assert {name for name in learnt if not name.startswith("vision")} == {name for name in names if "lora" in name}
+    shapes = dict(zip(names, (leaf.shape for leaf in jax.tree.leaves(like)), strict=True))
+    lora = {name: np.full(shape, 0.1, np.float32) for name, shape in shapes.items() if "lora" in name}
+    adapted = unflatten_params({**flatten_params(params), **lora}, like)
+    got = jax.jit(lambda p: policy.net(p).predict(observation, None))(adapted)
+    np.testing.assert_allclose(predict(policy.merged(adapted), observation), got, rtol=1e-3, atol=1e-3)
+    assert policy.merged_spec == whole.spec
 
 
 def test_an_action_that_holds_still_must_fit_the_robot():

@@ -25,7 +25,6 @@ from rlsvc.spec.pi0 import GemmaSpec, SiglipSpec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.store.bundle import read_bundle, write_bundle
 
-pytest.importorskip("tokenizers")
 HORIZON, LENGTH = 3, 48
 STATE = np.asarray([[0, 0], [1, 2], [2, 4], [3, 6]], np.float32)
 ACTION = np.asarray([[0, 10], [4, 20], [-4, 30], [2, 20]], np.float32)

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -221,3 +223,33 @@ def test_a_selection_that_leaves_nothing_is_refused_with_its_reason(sample):
     spec = data(sample("pusht/pusht_first3.npz"))
     with pytest.raises(DatasetError, match=r"first3\.npz: none of its \d+ steps is left \(a test\)"):
         load_demonstrations(spec, n_obs_steps=2, horizon=8, action_horizon=4, selection=nothing)
+
+
+def openpi_file(tmp_path, width: int = 2):
+    """Statistics of a state of this width and of PushT's action."""
+    state = {"mean": [250.0] * width, "std": [50.0] * width, "q01": [100.0] * width, "q99": [400.0] * width}
+    action = {"mean": [256.0] * 2, "std": [64.0] * 2, "q01": [0.0] * 2, "q99": [512.0] * 2}
+    (tmp_path / "norm_stats.json").write_text(json.dumps({"norm_stats": {"state": state, "actions": action}}))
+    return str(tmp_path / "norm_stats.json")
+
+
+def test_openpis_statistics_take_the_place_of_the_datas(sample, tmp_path):
+    def normal(mode: str):
+        spec = data(
+            sample("pusht/pusht_first3.npz"), observation=["observation.state"], norm_stats=openpi_file(tmp_path),
+            normalization={"observation.state": mode, "action": mode},
+        )  # fmt: skip
+        found = load(spec).normalizer
+        return found.normalize("observation.state", np.full((1, 2), 300.0)), found.normalize("action", np.zeros((1, 2)))
+
+    np.testing.assert_allclose(normal("mean_std"), [[[1, 1]], [[-4, -4]]], rtol=1e-6)
+    np.testing.assert_allclose(normal("openpi_quantile"), [[[1 / 3, 1 / 3]], [[-1, -1]]], rtol=1e-6)
+
+
+def test_statistics_of_another_robot_or_for_another_mode_are_refused_by_key(sample, tmp_path):
+    path = sample("pusht/pusht_first3.npz")
+    spec = data(path, observation=["observation.state"], norm_stats=openpi_file(tmp_path, 3))
+    with pytest.raises(DatasetError, match=r"'state' for 'observation.state': got 3 dimensions, the contract has 2"):
+        load(spec)
+    with pytest.raises(DatasetError, match=r"data.norm_stats, data.normalization: .*'min_max' needs min and max"):
+        load(spec.replace(norm_stats=openpi_file(tmp_path)))

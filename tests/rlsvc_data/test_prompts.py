@@ -12,7 +12,7 @@ import pytest
 
 from rlsvc.core.errors import ContractError, SpecError, UserError
 from rlsvc.data.fast_tokenizer import FastTokenizer, MalformedActionError
-from rlsvc.data.prompts import PromptTokenizer, action_ids_in_text, discretize_state
+from rlsvc.data.prompts import PromptTokenizer, action_ids_in_text, discretize_state, with_advantage
 from rlsvc.data.text_tokenizer import ByteTokenizer, PaliGemmaTokenizer, make_tokenizer
 from rlsvc.spec.tokenizer import ByteTokenizerSpec, PaliGemmaTokenizerSpec
 
@@ -91,6 +91,15 @@ def test_a_byte_prompt_of_pi05_spells_the_state():
     tokens, _ = PromptTokenizer(ByteTokenizer(), 64).pi05("Go", np.array([-1.0, 0.0, 2.0]))
     text = bytes(i - 3 for i in tokens.tolist() if i > 2).decode()
     assert text == "Task: Go, State: 0 128 255;\nAction: "
+
+
+def test_a_text_tells_the_advantage_that_it_is_given_and_is_left_alone_without_one():
+    texts = np.asarray([["push", "pull it"], ["lift", "drop"]])
+    told = with_advantage(texts, np.asarray([["positive", ""], ["negative", "positive"]]))
+    expected = [["push Advantage: positive", "pull it"], ["lift Advantage: negative", "drop Advantage: positive"]]
+    assert told.tolist() == expected
+    assert with_advantage(texts, np.asarray("positive"))[0].tolist() == [f"{x} Advantage: positive" for x in texts[0]]
+    assert with_advantage(texts.astype(object), np.asarray("")).tolist() == texts.tolist()
 
 
 def test_the_state_falls_into_bins_of_one_128th():

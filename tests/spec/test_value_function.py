@@ -22,11 +22,16 @@ FILTER = ["experiment=pusht_demo", "algo.advantage.bundle=somewhere"]
             r"support: got \[1\.0, -1\.0\], expected the smaller end",
         ),
         (["experiment=value_pusht", "policy.returns.discount=1.01"], r"'policy\.returns\.discount': got 1\.01"),
-        (["experiment=value_pusht", "algo={name: imitation}"], "algo imitation trains diffusion, got value_mlp"),
+        (["experiment=value_pusht", "algo={name: imitation}"], "algo imitation trains diffusion.*, got value_mlp"),
         (
             ["experiment=value_pusht", "~policy", "policy={name: diffusion}"],
-            "algo value_function trains value_mlp, got diffusion",
+            "algo value_function trains value_mlp or value_vlm, got diffusion",
         ),
+        (
+            [*FILTER, "algo.advantage.quantile=0.3", "algo.advantage.mode=condition"],
+            r"policy\.advantage_in_prompt: got False, expected True",
+        ),
+        (["experiment=pi05_debug", "policy.advantage_in_prompt=true"], "advantage_in_prompt: got True, expected False"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_key(words, message):

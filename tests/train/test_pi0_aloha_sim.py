@@ -44,6 +44,7 @@ def words(tmp_path, demonstrations):
         "policy.tokenizer={name: byte}", "~policy.tokenizer.path", "policy.horizon=4", "policy.n_action_steps=2",
         "policy.sample_steps=2", "policy.remat=false", "algo.weights=null", "algo.batch_size=2",
         f"data.datasets.0.path={demonstrations}", "data.validation_fraction=0", f"env.image_size={SIZE}",
+        f"robot.image_size=[{SIZE},{SIZE}]", "robot.execute=2",
         "env.max_steps=2", "learner.updates_per_call=1", "evaluation.interval=null", "evaluation.episodes=1",
         "evaluation.parallel=1", "evaluation.videos=false", "tracking.trackers=[]",
     ]  # fmt: skip

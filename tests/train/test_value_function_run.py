@@ -21,7 +21,7 @@ from rlsvc.spec.compose import compose
 from rlsvc.spec.data import DatasetSpec
 from rlsvc.spec.run import RunSpec
 from rlsvc.store.bundle import read_bundle
-from rlsvc.train.learner import WindowData
+from rlsvc.train.learner import Learner, WindowData
 from rlsvc.train.run import train
 from rlsvc.value import ValueRunner
 
@@ -140,11 +140,12 @@ def test_imitation_learns_from_the_training_steps_above_the_quantile_and_validat
     assert data.normalizer.to_json() == whole.normalizer.to_json()
 
 
-def test_a_filtered_policy_trains_to_a_bundle_that_acts_and_does_not_judge(trained, tmp_path):
-    result = train(filtered(tmp_path, trained.bundle, "algo.advantage.threshold=0.0"), local=True)
-    assert read_bundle(result.bundle).policy["name"] == "diffusion"
+def test_a_filtered_policy_leaves_a_bundle_that_acts_and_does_not_judge(trained, tmp_path):
+    spec = filtered(tmp_path, trained.bundle, "algo.advantage.threshold=0.0")
+    bundle = Learner(spec, tmp_path / "run").export(tmp_path / "bundle")
+    assert read_bundle(bundle).policy["name"] == "diffusion"
     with pytest.raises(ContractError, match="'diffusion' is not a value function"):
-        ValueRunner.load(result.bundle)
+        ValueRunner.load(bundle)
 
 
 def test_a_threshold_that_nothing_reaches_is_refused_with_its_value(trained, tmp_path):
