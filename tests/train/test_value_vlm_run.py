@@ -13,14 +13,17 @@ from rlsvc.data.mixture import split_episodes
 from rlsvc.envs.two_goals import PROMPTS, demonstrations
 from rlsvc.policies import make_prompter
 from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS
+from rlsvc.policies.prompt_fast import Pi0FastPrompter
 from rlsvc.spec.compose import compose
 from rlsvc.spec.data import DatasetSpec
+from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.run import RunSpec
 from rlsvc.store.bundle import read_bundle
 from rlsvc.train.learner import WindowData
 from rlsvc.train.run import train
 from rlsvc.value import ValueRunner
 
+FAST = Path(__file__).resolve().parents[1] / "data" / "pi_tokens" / "fast"
 SIZES = (
     "policy.image_size=[16,16]", "policy.vision={width: 8, depth: 1, mlp_dim: 16, heads: 2, patch: 8}",
     "policy.backbone={width: 16, depth: 1, mlp_dim: 32, heads: 2, kv_heads: 1, head_dim: 8}",
@@ -141,3 +144,15 @@ def test_a_policy_that_learnt_from_advantages_asks_for_a_positive_one_when_it_ac
     prepared = make_prompter(bundle.policy, bundle.path)(observation, bundle.normalizer)
     for tokens, there in zip(prepared[PROMPT_TOKENS][:, 0], prepared[PROMPT_MASK][:, 0], strict=True):
         assert spelled(tokens, there).startswith("Task: push Advantage: positive, State: ")
+
+
+def test_pi0_fast_asks_for_a_positive_advantage_too_unless_its_prompt_is_to_tell_none(judged):
+    normalizer = read_bundle(judged.bundle).normalizer
+    observation = {"observation.state": np.zeros((1, 2), np.float32), "task": np.asarray(["Push"])}
+    for tells, expected in ((True, "Task: push advantage: positive, State: "), (False, "Task: push, State: ")):
+        spec = Pi0FastSpec.model_validate({
+            "tokenizer": {"name": "byte", "action_tokens": 2048}, "action_tokenizer": {"path": str(FAST)},
+            "advantage_in_prompt": tells,
+        })  # fmt: skip
+        prepared = Pi0FastPrompter(spec)(observation, normalizer)
+        assert spelled(prepared[PROMPT_TOKENS][0], prepared[PROMPT_MASK][0]).startswith(expected)
