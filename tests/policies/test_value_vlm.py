@@ -9,12 +9,16 @@ import pytest
 from pi0_inputs import CAMERAS, contract_of, random_observation
 
 from rlsvc.core.contract import Contract
-from rlsvc.core.errors import ContractError
+from rlsvc.core.errors import ContractError, UserError
 from rlsvc.nn.distributions import HLGauss
+from rlsvc.nn.params import flatten_params
 from rlsvc.policies import make_value_function
 from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS, Policy, ValueFunction
+from rlsvc.policies.pi0_weights import to_openpi
 from rlsvc.policies.value_vlm import ValueVlm
 from rlsvc.spec.value_function import ValueVlmSpec
+from rlsvc.spec.weights import WeightsSpec
+from rlsvc.store.weights import load_weights
 
 
 def spec_of(**fields: object) -> ValueVlmSpec:
@@ -100,6 +104,22 @@ def test_a_contract_that_does_not_fit_is_refused_by_name(fields, without, messag
     seen = {name: feature for name, feature in whole.observation.items() if name not in without}
     with pytest.raises(ContractError, match=message):
         ValueVlm(spec, Contract(seen, whole.action, 20.0, 1, 0))
+
+
+def test_it_begins_with_paligemmas_weights_and_says_what_those_lack(tmp_path):
+    spec, rng = spec_of(), np.random.default_rng(0)
+    like = jax.eval_shape(ValueVlm(spec, contract_of(spec, 3)).init, jax.random.key(0))
+    ours = flatten_params(jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), like))
+    theirs = to_openpi(ours, spec)
+    path = tmp_path / "pt_224.npz"
+    np.savez(path, **{f"params/{name.removeprefix('PaliGemma/')}": x for name, x in theirs.items()})
+    loaded, report = load_weights(WeightsSpec(path=str(path), may_lack=("judge", "value.*")), spec, like)
+    assert set(report.fresh) == {"judge", "value", "value_bias"}
+    assert loaded.keys() == ours.keys() - set(report.fresh)
+    for name, value in loaded.items():
+        np.testing.assert_array_equal(value, ours[name])
+    with pytest.raises(UserError, match="lacks 'judge' and 2 more"):
+        load_weights(WeightsSpec(path=str(path)), spec, like)
 
 
 def test_an_image_of_no_whole_number_of_patches_is_refused():

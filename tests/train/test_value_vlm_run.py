@@ -13,14 +13,17 @@ from rlsvc.data.mixture import split_episodes
 from rlsvc.envs.two_goals import PROMPTS, demonstrations
 from rlsvc.policies import make_prompter
 from rlsvc.policies.api import PROMPT_MASK, PROMPT_TOKENS
+from rlsvc.policies.prompt_fast import Pi0FastPrompter
 from rlsvc.spec.compose import compose
 from rlsvc.spec.data import DatasetSpec
+from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.run import RunSpec
 from rlsvc.store.bundle import read_bundle
 from rlsvc.train.learner import WindowData
 from rlsvc.train.run import train
 from rlsvc.value import ValueRunner
 
+FAST = Path(__file__).resolve().parents[1] / "data" / "pi_tokens" / "fast"
 SIZES = (
     "policy.image_size=[16,16]", "policy.vision={width: 8, depth: 1, mlp_dim: 16, heads: 2, patch: 8}",
     "policy.backbone={width: 16, depth: 1, mlp_dim: 32, heads: 2, kv_heads: 1, head_dim: 8}",
@@ -39,11 +42,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def spec_of(root: Path, experiment: str, *overrides: str) -> RunSpec:
+def spec_of(root: Path, *overrides: str) -> RunSpec:
     return compose([
-        f"experiment={experiment}", f"root={root}", f"data.datasets.0.path={root / 'two_goals.npz'}",
-        "data.datasets.0.success=true", "data.validation_fraction=0.2", "algo.batch_size=8", "tracking.trackers=[]",
-        "learner.updates_per_call=20", "log_interval=20", "checkpoint.interval=100", *SIZES, *overrides,
+        "experiment=pi05_debug", f"root={root}", f"data.datasets.0.path={root / 'two_goals.npz'}", "env=null",
+        "data.datasets.0.success=true", "data.validation_fraction=0.2", "tracking.trackers=[]", "log_interval=20",
+        "learner.updates_per_call=20", "checkpoint.interval=100", *overrides, *SIZES, "algo.batch_size=8",
     ])  # fmt: skip
 
 
@@ -51,9 +54,11 @@ def spec_of(root: Path, experiment: str, *overrides: str) -> RunSpec:
 def judged(root):
     """A run of a value function."""
     spec = spec_of(
-        root, "value_two_goals", "name=value", f"policy.returns.discount={DISCOUNT}", "policy.head.bins=11",
-        "algo.learning_rate=3e-3", "algo.schedule={name: constant, warmup_steps: 0}", "algo.ema=null",
-        "total_steps=100",
+        root, "name=value", "total_steps=100", "~policy", "~algo",
+        "policy={name: value_vlm, tokenizer: {name: byte}, max_tokens: 64, state_in_prompt: true, augment: null}",
+        "policy.head={name: hl_gauss, bins: 11}", f"policy.returns={{discount: {DISCOUNT}, success_bonus: 1}}",
+        "algo={name: value_function, learning_rate: 3e-3, ema: null}",
+        "algo.schedule={name: constant, warmup_steps: 0}",
     )  # fmt: skip
     return train(spec, local=True)
 
@@ -79,7 +84,7 @@ def test_a_value_function_learns_from_images_and_prompts_and_its_bundle_judges_e
 def conditioned(root: Path, bundle: Path, *overrides: str) -> RunSpec:
     """A tiny pi0 without images that is told how good its demonstrations were by a value function that sees them."""
     return spec_of(
-        root, "pi05_debug", "name=conditioned", "env=null", "policy.advantage_in_prompt=true", "policy.max_tokens=96",
+        root, "name=conditioned", "policy.advantage_in_prompt=true", "policy.max_tokens=96",
         "policy.expert={width: 12, depth: 1, mlp_dim: 24, heads: 2, kv_heads: 1, head_dim: 8}",
         f"algo.advantage={{bundle: {bundle}, mode: condition, quantile: 0.5}}", "total_steps=2",
         "learner.updates_per_call=2", "data.validation_fraction=0",
@@ -139,3 +144,15 @@ def test_a_policy_that_learnt_from_advantages_asks_for_a_positive_one_when_it_ac
     prepared = make_prompter(bundle.policy, bundle.path)(observation, bundle.normalizer)
     for tokens, there in zip(prepared[PROMPT_TOKENS][:, 0], prepared[PROMPT_MASK][:, 0], strict=True):
         assert spelled(tokens, there).startswith("Task: push Advantage: positive, State: ")
+
+
+def test_pi0_fast_asks_for_a_positive_advantage_too_unless_its_prompt_is_to_tell_none(judged):
+    normalizer = read_bundle(judged.bundle).normalizer
+    observation = {"observation.state": np.zeros((1, 2), np.float32), "task": np.asarray(["Push"])}
+    for tells, expected in ((True, "Task: push advantage: positive, State: "), (False, "Task: push, State: ")):
+        spec = Pi0FastSpec.model_validate({
+            "tokenizer": {"name": "byte", "action_tokens": 2048}, "action_tokenizer": {"path": str(FAST)},
+            "advantage_in_prompt": tells,
+        })  # fmt: skip
+        prepared = Pi0FastPrompter(spec)(observation, normalizer)
+        assert spelled(prepared[PROMPT_TOKENS][0], prepared[PROMPT_MASK][0]).startswith(expected)
