@@ -56,12 +56,13 @@ def spec_of(kind: str, folder: Path, batch: int, fsdp: int, tiny: bool) -> RunSp
     tokenizer = {"name": "byte", "action_tokens": 0 if tiny else 256_893}
     policy = {"name": "pi0", "variant": "pi05", "tokenizer": tokenizer, "prompt": "pick up the cube"}
     algo = {"name": "imitation", "ema": None, "batch_size": batch, "optimizer": {"moments": "bf16", "grad_clip": 1.0}}
+    whole = {"validation_fraction": 0}
     observation = [*(f"observation.images.{name}" for name in CAMERAS), "observation.state"]
     return RunSpec.model_validate(
         {
             "name": "pi0_training", "root": str(folder), "precision": "bf16", "total_steps": 1000,
             "policy": {**policy, **KINDS[kind], **(TINY if tiny else {})}, "algo": algo,
-            "data": {"datasets": [{"path": str(folder / "data.npz")}], "observation": observation, "validation_fraction": 0},
+            "data": {"datasets": [{"path": str(folder / "data.npz")}], "observation": observation, **whole},
             "learner": {"fsdp": fsdp}, "tracking": {"trackers": []},
         }
     )  # fmt: skip

@@ -44,7 +44,7 @@ class Aloha(gymnasium.Env):
             raise UserError(f"environment 'aloha' draws its camera with OpenGL ({error}): {INSTALL}") from error
         self.render_mode = "rgb_array"
         self._gym = AlohaEnv(spec.task, obs_type="pixels_agent_pos")
-        self._sim: Environment = self._gym._env
+        self._sim: Environment = self._gym._env  # pyright: ignore[reportPrivateUsage]
         # gym-aloha draws three cameras a step, and shows one.
         self._sim.task.get_observation = self._draw
         self._prompt = spec.prompt or PROMPTS[spec.task]

@@ -87,7 +87,8 @@ class TwoGoals(gymnasium.Env):
         return image
 
     def _observation(self) -> dict[str, Any]:
-        return {"image": self.render(), "state": self.point.astype(np.float32), "task": PROMPTS[self.goal ^ self.mislead]}
+        task = PROMPTS[self.goal ^ self.mislead]
+        return {"image": self.render(), "state": self.point.astype(np.float32), "task": task}
 
 
 def demonstrations(episodes: int, seed: int = 0, size: int = 48) -> dict[str, Any]:
