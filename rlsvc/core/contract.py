@@ -113,9 +113,7 @@ class Contract:
         """An observation that fits: zeros (and the text "example"), [T, ...] or [B, T, ...] by key."""
         lead = (self.n_obs_steps,) if batch_size is None else (batch_size, self.n_obs_steps)
         return {
-            key: np.full(lead, "example", dtype=np.str_)
-            if feature.dtype == TEXT
-            else np.zeros(lead + feature.shape, feature.dtype)
+            key: np.full(lead, "example") if feature.dtype == TEXT else np.zeros(lead + feature.shape, feature.dtype)
             for key, feature in self.observation.items()
         }
 

@@ -303,6 +303,11 @@ class Pi0Policy:
                 or step counts that differ.
         """
         check_contract(spec, contract)
+        if spec.tells_state and not state_width(contract):
+            raise ContractError(
+                "policy.state_in_prompt: the observation has no numbers to tell; name them in data.observation, or set "
+                "policy.state_in_prompt=false"
+            )
         width = action_dim(spec, contract)
         for what, got in (("state", state_width(contract)), ("action", contract.action.shape[0])):
             if got > width:

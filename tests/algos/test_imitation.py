@@ -1,3 +1,5 @@
+from types import MappingProxyType
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ class Quadratic:
     """A fake policy: one constant action, whose loss has no noise."""
 
     contract = Contract({"state": FEATURES["state"]}, FEATURES["action"], 10.0, 2, 2)
+    dtype, narrow, compiler_options = jnp.float32, "", MappingProxyType({})
 
     def init(self, key):
         return {"w": jnp.zeros((1,))}

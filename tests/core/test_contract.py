@@ -34,6 +34,7 @@ def test_the_example_observation_fits_and_has_the_stated_shapes():
         "observation.gripper": ((2, 1), "i"),
         "task": ((2,), "U"),
     }
+    assert checked["task"].tolist() == ["example", "example"]
     assert CONTRACT.example_observation(3)["observation.image"].shape == (3, 2, 4, 5, 3)
 
 

@@ -86,8 +86,8 @@ def golden_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return x + 1 if is_scale else x
 
 
-@pytest.mark.parametrize("variant", ["pi0", "pi05"])
-def test_actions_and_loss_are_those_of_openpis_own_model(variant):
+def beside_openpi(variant: str):
+    """A policy with the golden weights, these, the golden arrays, and their observation."""
     golden = np.load(GOLDEN / f"{variant}.npz")
     theirs = {
         str(name): golden_weight(str(name), ast.literal_eval(str(shape)))
@@ -102,14 +102,6 @@ def test_actions_and_loss_are_those_of_openpis_own_model(variant):
     features |= {f"{name}_mask": Feature((), "bool") for name in names}
     features |= {"observation.state": Feature((7,), "float32"), "task": Feature((), "str")}
     policy = Pi0Policy(spec, Contract(features, Feature((7,), "float32"), 20.0, 1, 8))
-    taken = from_openpi(theirs, spec)
-    assert taken.used == set(theirs)
-    params = unflatten_params(taken.weights, jax.eval_shape(policy.init, jax.random.key(0)))
-    back = to_openpi(flatten_params(params), spec)
-    assert back.keys() == theirs.keys()
-    for name, value in back.items():
-        np.testing.assert_array_equal(value, theirs[name])
-
     observation = {
         "observation.state": jnp.asarray(golden["state"]),
         "prompt_tokens": jnp.asarray(golden["tokens"]),
@@ -119,10 +111,29 @@ def test_actions_and_loss_are_those_of_openpis_own_model(variant):
         pixels = np.random.default_rng(zlib.crc32(camera.encode())).integers(0, 256, (2, 224, 224, 3), np.uint8)
         observation[name] = jnp.asarray((pixels.astype(np.float32) / 127.5 - 1).astype(np.float32))
         observation[f"{name}_mask"] = jnp.asarray(there, jnp.float32)
-    actions = jax.jit(lambda p: sample(policy.net(p), observation, jnp.asarray(golden["noise"]), 10))(params)
-    cosine = (actions * golden["sampled"]).sum() / jnp.linalg.norm(actions) / np.linalg.norm(golden["sampled"])
-    assert cosine >= 0.99999
-    np.testing.assert_allclose(actions, golden["sampled"], atol=2e-4)
+    taken = from_openpi(theirs, spec)
+    assert taken.used == set(theirs)
+    params = unflatten_params(taken.weights, jax.eval_shape(policy.init, jax.random.key(0)))
+    return policy, params, theirs, golden, observation
+
+
+def sampled_by_both(variant: str) -> tuple[np.ndarray, np.ndarray]:
+    """Our actions and openpi's."""
+    policy, params, _, golden, observation = beside_openpi(variant)
+    run = jax.jit(lambda p: sample(policy.net(p), observation, jnp.asarray(golden["noise"]), 10))
+    return np.asarray(run(params)), golden["sampled"]
+
+
+@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+def test_actions_and_loss_are_those_of_openpis_own_model(variant):
+    actions, expected = sampled_by_both(variant)
+    assert (actions * expected).sum() / np.linalg.norm(actions) / np.linalg.norm(expected) >= 0.99999
+    np.testing.assert_allclose(actions, expected, atol=2e-4)
+    policy, params, theirs, golden, observation = beside_openpi(variant)
+    back = to_openpi(flatten_params(params), policy.spec)
+    assert back.keys() == theirs.keys()
+    for name, value in back.items():
+        np.testing.assert_array_equal(value, theirs[name])
     batch = {"observation": observation, "action": jnp.asarray(golden["actions"]), "mask": jnp.ones((2, 8), bool)}
     noise, t = jnp.asarray(golden["loss_noise"]), jnp.asarray(golden["loss_t"])
     loss, _ = jax.jit(lambda p: flow_loss(policy.net(p), batch, noise, t, None))(params)
@@ -232,6 +243,14 @@ def test_a_contract_that_does_not_fit_is_refused_by_name(fields, change, message
     contract = contract_of(spec, 3)
     features = {k: f for k, f in contract.observation.items() if k not in change}
     with pytest.raises(ContractError, match=message):
+        Pi0Policy(spec, Contract(features, contract.action, 20.0, 1, 4))
+
+
+def test_a_state_that_is_to_be_told_and_has_no_numbers_is_refused():
+    spec = small(variant="pi05", action_dim=None)
+    contract = contract_of(spec, 3)
+    features = {k: f for k, f in contract.observation.items() if k != "observation.state"}
+    with pytest.raises(ContractError, match="state_in_prompt: the observation has no numbers to tell"):
         Pi0Policy(spec, Contract(features, contract.action, 20.0, 1, 4))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from pi0_inputs import CAMERAS, contract_of, random_observation
 
 from rlsvc.nn.params import flatten_params, unflatten_params
 from rlsvc.policies.pi0 import Pi0Policy, flow_loss, sample
-from rlsvc.policies.pi0_weights import from_lerobot, to_lerobot
+from rlsvc.policies.pi0_weights import Taken, from_lerobot, to_lerobot
 from rlsvc.spec.pi0 import GEMMA_SIZES, SIGLIP_SIZES, Pi0Spec
 
 SIDE, HORIZON, ACTION, TOKENS, VOCAB = 56, 6, 7, 10, 300
@@ -32,9 +34,32 @@ def lerobot_model(variant: str, monkeypatch: pytest.MonkeyPatch) -> torch.nn.Mod
     return made
 
 
-@pytest.mark.parametrize("variant", ["pi0", "pi05"])
-def test_actions_and_loss_are_those_of_lerobots_own_model(variant, monkeypatch):
-    model = lerobot_model(variant, monkeypatch)
+class Beside(NamedTuple):
+    """Ours and LeRobot's model with the same weights, and what both are given: rows of 2."""
+
+    policy: Pi0Policy
+    params: Any
+    taken: Taken
+    model: torch.nn.Module
+    theirs: dict[str, np.ndarray]
+    observation: dict[str, jax.Array]
+    noise: np.ndarray
+    actions: np.ndarray
+
+    def observed(self) -> list[Any]:
+        """The observation as LeRobot's model takes it."""
+        images = [torch.from_numpy(np.asarray(self.observation[c]).transpose(0, 3, 1, 2).copy()) for c in CAMERAS]
+        there = [torch.from_numpy(np.asarray(self.observation[f"{c}_mask"]) > 0.5) for c in CAMERAS]
+        tokens = torch.from_numpy(np.asarray(self.observation["prompt_tokens"])).long()
+        mask = torch.from_numpy(np.asarray(self.observation["prompt_mask"]))
+        told = self.policy.spec.variant == "pi05"
+        state = [] if told else [torch.from_numpy(np.asarray(self.observation["observation.state"]))]
+        return [images, there, tokens, mask, *state]
+
+
+def beside_lerobot(variant: str, patch: pytest.MonkeyPatch) -> Beside:
+    """Both models."""
+    model = lerobot_model(variant, patch)
     theirs = {name: x.detach().numpy() for name, x in model.state_dict().items()}
     vocab = theirs["paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"].shape[0]
     spec = Pi0Spec(
@@ -48,28 +73,41 @@ def test_actions_and_loss_are_those_of_lerobots_own_model(variant, monkeypatch):
     rng = np.random.default_rng(0)
     observation = random_observation(rng, spec, ACTION)
     noise, actions = (rng.normal(size=(2, HORIZON, ACTION)).astype(np.float32) for _ in range(2))
-    t = np.asarray([0.3, 0.9], np.float32)
+    return Beside(policy, params, taken, model, theirs, observation, noise, actions)
 
-    images = [torch.from_numpy(np.asarray(observation[c]).transpose(0, 3, 1, 2).copy()) for c in CAMERAS]
-    there = [torch.from_numpy(np.asarray(observation[f"{c}_mask"]) > 0.5) for c in CAMERAS]
-    tokens = torch.from_numpy(np.asarray(observation["prompt_tokens"])).long()
-    mask = torch.from_numpy(np.asarray(observation["prompt_mask"]))
-    state = [torch.from_numpy(np.asarray(observation["observation.state"]))] if variant == "pi0" else []
+
+def sampled_by_both(variant: str, patch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
+    """Our actions and LeRobot's."""
+    return _sampled(beside_lerobot(variant, patch))
+
+
+def _sampled(both: Beside) -> tuple[np.ndarray, np.ndarray]:
     with torch.no_grad():
-        their_actions = model.sample_actions(images, there, tokens, mask, *state, noise=torch.from_numpy(noise)).numpy()
-        args = [torch.from_numpy(x) for x in (actions, noise, t)]
-        their_loss = model.forward(images, there, tokens, mask, *state, *args).numpy().mean()
+        theirs = both.model.sample_actions(*both.observed(), noise=torch.from_numpy(both.noise)).numpy()
+    run = jax.jit(lambda p: sample(both.policy.net(p), both.observation, jnp.asarray(both.noise), 10))
+    return np.asarray(run(both.params)), theirs
 
-    ours = np.asarray(jax.jit(lambda p: sample(policy.net(p), observation, jnp.asarray(noise), 10))(params))
-    cosine = (ours * their_actions).sum() / np.linalg.norm(ours) / np.linalg.norm(their_actions)
-    assert cosine >= 0.99999
-    np.testing.assert_allclose(ours, their_actions, atol=2e-4)
-    batch = {"observation": observation, "action": jnp.asarray(actions), "mask": jnp.ones((2, HORIZON), bool)}
-    loss, _ = jax.jit(lambda p: flow_loss(policy.net(p), batch, jnp.asarray(noise), jnp.asarray(t), None))(params)
+
+@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+def test_actions_and_loss_are_those_of_lerobots_own_model(variant, monkeypatch):
+    both = beside_lerobot(variant, monkeypatch)
+    ours, theirs = _sampled(both)
+    assert (ours * theirs).sum() / np.linalg.norm(ours) / np.linalg.norm(theirs) >= 0.99999
+    np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+    t = np.asarray([0.3, 0.9], np.float32)
+    with torch.no_grad():
+        args = [torch.from_numpy(x) for x in (both.actions, both.noise, t)]
+        their_loss = both.model.forward(*both.observed(), *args).numpy().mean()
+    batch = {
+        "observation": both.observation, "action": jnp.asarray(both.actions), "mask": jnp.ones((2, HORIZON), bool)
+    }  # fmt: skip
+    given = (batch, jnp.asarray(both.noise), jnp.asarray(t), None)
+    loss, _ = jax.jit(lambda p: flow_loss(both.policy.net(p), *given))(both.params)
     assert float(loss) == pytest.approx(float(their_loss), rel=1e-5)
 
-    back = to_lerobot(flatten_params(params), spec)
+    back = to_lerobot(flatten_params(both.params), both.policy.spec)
     read = {name.removeprefix("model.") for name in back}
-    assert read == taken.used & set(theirs) - {n for n in theirs if n.endswith("lm_head.weight")}
+    assert read == both.taken.used & set(both.theirs) - {n for n in both.theirs if n.endswith("lm_head.weight")}
     for name, value in back.items():
-        np.testing.assert_array_equal(value, theirs[name.removeprefix("model.")])
+        np.testing.assert_array_equal(value, both.theirs[name.removeprefix("model.")])
