@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -17,6 +17,7 @@ ARRAYS = st.dictionaries(
 )
 
 
+@settings(deadline=None, max_examples=40)  # every new shape compiles
 @given(ARRAYS)
 def test_what_is_packed_comes_out_bit_for_bit(arrays: dict[str, np.ndarray]) -> None:
     packed, layout = pack(arrays)
