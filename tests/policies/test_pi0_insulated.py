@@ -213,6 +213,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
     return root, train(run_spec(root), local=True)
 
 
+@pytest.mark.slow
 def test_a_run_learns_both_and_its_bundle_acts_without_any_of_it(trained):
     _, result = trained
     assert {"train/flow_loss", "train/token_loss", "train/token_accuracy"} <= result.metrics.keys()

@@ -50,6 +50,7 @@ def words(tmp_path, demonstrations):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.render
 def test_the_experiment_trains_and_acts_in_the_environment(words):
     result = train(compose(words), local=True)

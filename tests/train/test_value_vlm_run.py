@@ -136,6 +136,7 @@ def test_nothing_is_told_of_steps_whose_episode_was_cut(judged, root):
     assert set(told(spec)) == {""}
 
 
+@pytest.mark.slow
 def test_a_policy_that_learnt_from_advantages_asks_for_a_positive_one_when_it_acts(judged, root):
     result = train(conditioned(root, judged.bundle), local=True)
     assert np.isfinite(result.metrics["train/loss"])
