@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rlsvc.spec.compose import CONFIGS, experiments
+from rlsvc.spec.compose import CONFIGS, experiments, robots
 from rlsvc.spec.run import RunSpec
 from rlsvc.spec.sweep import SweepSpec
 
@@ -42,7 +42,10 @@ def render() -> str:
     """The page."""
     files = [(name, (CONFIGS / "experiment" / f"{name}.yaml").read_text()) for name in experiments()]
     rows = [f"| `{name}` | {' '.join(_comment(text))} |" for name, text in files]
-    parts = [INTRODUCTION, "## Experiments that ship\n\n| `experiment=` | |\n| --- | --- |", *rows, "\n## RunSpec\n"]
+    parts = [INTRODUCTION, "## Experiments that ship\n\n| `experiment=` | |\n| --- | --- |", *rows]
+    files = [(name, (CONFIGS / "robot" / f"{name}.yaml").read_text()) for name in robots()]
+    rows = [f"| `{name}` | {' '.join(_comment(text.split('name:')[0]))} |" for name, text in files]
+    parts += ["\n## Robots that ship\n\n| `robot=` | |\n| --- | --- |", *rows, "\n## RunSpec\n"]
     _section(RunSpec, "", parts)
     parts.append("\n## SweepSpec: what `rlsvc sweep` takes\n")
     _section(SweepSpec, "", parts)

@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from rlsvc import __version__
-from rlsvc.commands import dataset, demo, doctor, jobs, policies, query, serve, sweep, train
+from rlsvc.commands import dataset, demo, doctor, jobs, policies, query, serve, sweep, train, values
 from rlsvc.core.errors import UserError
 
 USER_ERROR = 2
 EXTRAS = {
-    **dict.fromkeys(("jax", "flax", "optax", "orbax", "safetensors", "pyarrow", "matplotlib", "jaxtyping"), "learn"),
+    **dict.fromkeys(
+        ("jax", "flax", "optax", "orbax", "safetensors", "pyarrow", "matplotlib", "jaxtyping", "PIL"), "learn"
+    ),
     **dict.fromkeys(("ray", "mlflow", "fastapi", "uvicorn", "orjson", "prometheus_client"), "cluster"),
     **dict.fromkeys(("gymnasium", "gym_pusht", "pygame", "av"), "sim"),
     **dict.fromkeys(("lerobot", "torch", "datasets"), "lerobot"),
@@ -32,6 +34,7 @@ app = typer.Typer(
 for command in (train.train, train.evaluate, sweep.sweep, serve.serve, query.query, doctor.doctor, demo.demo):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(jobs.submit)
+dataset.app.command()(values.values)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dataset.app, name="dataset")
 app.add_typer(policies.app, name="policies")

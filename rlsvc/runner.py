@@ -5,7 +5,9 @@ Letters: B batch, T observation steps, H actions of a chunk, A action dimensions
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,10 +16,16 @@ import numpy as np
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import BundleError
 from rlsvc.core.types import ActionChunk
+from rlsvc.data.transforms import RobotTransforms
+from rlsvc.spec.robot import RobotSpec
 from rlsvc.store.bundle import Bundle, read_bundle
 
 BASELINES = ("zero", "random")
 """Policies without weights: no motion target at all (zeros), and uniform over the contract's action range."""
+
+
+SEEDS, STEPS = "_seeds", "_steps"
+"""Beside the observation in what is sent to the device; no feature is called so."""
 
 
 class Runner(Protocol):
@@ -39,7 +47,8 @@ class Runner(Protocol):
             carry: of the chunk before, rows in the same order; None begins all rows anew.
 
         Returns:
-            Actions [B, H, A] float32 in the contract's units, with the next carry.
+            Actions [B, H, A] float32 in the contract's units, with the next carry. A row for which the policy gave
+            none is NaN, and the extras say why (`rlsvc.core.types.MALFORMED`).
         """
         ...
 
@@ -48,11 +57,17 @@ class Runner(Protocol):
         ...
 
 
+class ServedRunner(Runner, Protocol):
+    """A runner that says whose runtime asks it."""
+
+    robot: RobotSpec | None
+
+
 class BaselineRunner:
     """The policies "zero" and "random", in numpy: for baselines, dry runs, and measuring what is around a policy."""
 
-    def __init__(self, name: str, contract: Contract, version: str = "") -> None:
-        self.name, self.contract, self.version = name, contract, version or name
+    def __init__(self, name: str, contract: Contract, version: str = "", robot: RobotSpec | None = None) -> None:
+        self.name, self.contract, self.version, self.robot = name, contract, version or name, robot
         low, high = contract.action.low, contract.action.high
         width = contract.action.shape
         self.low = np.broadcast_to(np.asarray(-1.0 if low is None else low, np.float32), width)
@@ -77,7 +92,7 @@ class BaselineRunner:
         """Nothing is compiled."""
 
 
-COMPILED = ("contract", "policy", "precision", "normalizer")
+COMPILED = ("contract", "policy", "precision", "normalizer", "robot")
 """Parts of a bundle that are compiled in, and so cannot be replaced with the weights."""
 
 
@@ -115,27 +130,40 @@ class PolicyRunner:
         import jax.numpy as jnp
 
         from rlsvc.nn.backend import for_host, on_device, setup_jax
-        from rlsvc.policies import ActOptions, make_policy
+        from rlsvc.nn.packing import Layout, unpack
+        from rlsvc.nn.params import leaf_names
+        from rlsvc.policies import ActOptions, make_policy, make_prompter
+        from rlsvc.policies.api import normalize_observation
 
         setup_jax(device)
         self.contract, self.version, self.name = bundle.contract, bundle.id, str(bundle.policy["name"])
+        self.robot, self._transforms = bundle.robot, RobotTransforms(bundle.robot)
         self._compiled = {name: _compiled(bundle, name) for name in COMPILED}
         self.batch_sizes = tuple(sorted(batch_sizes))
         policy = make_policy(bundle.policy, bundle.contract, bundle.precision)
+        prompter = make_prompter(bundle.policy, bundle.path)
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
         options = ActOptions(sample_steps=sample_steps, explore=explore)
+        self._prepare = None if prompter is None else partial(prompter, normalizer=normalizer, group=which)
+        finish = None if prompter is None else prompter.finish
+        self._finish = None if finish is None else partial(finish, normalizer=normalizer, group=which)
         self._like = jax.eval_shape(policy.init, jax.random.key(0))
+        self._dtypes = [
+            policy.dtype if re.fullmatch(policy.narrow, name) else leaf.dtype
+            for name, leaf in zip(leaf_names(self._like), jax.tree.leaves(self._like), strict=True)
+        ]
         self._tree = tree = jax.tree.structure(self._like)
         # Leaves, since to flatten nnx states takes as long as a tenth of a planner's call.
         self._weights: list[Any] = []
         if bundle.params:
             self.set_params(dict(bundle.params), bundle.id)
 
-        def act(weights: list[Any], observation: dict[str, Any], clock: Any, carry: Any) -> Any:
-            seeds, steps = clock  # one array: every one that comes from the host takes its own copy
+        def act(weights: list[Any], packed: Any, carry: Any, layout: Layout) -> Any:
+            observation = unpack(packed, layout)
+            seeds, steps = observation.pop(SEEDS), observation.pop(STEPS)
             params = jax.tree.unflatten(tree, weights)
             keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(seeds, steps)
-            normal = {key: normalizer.normalize(key, x, which) for key, x in observation.items()}
+            normal = normalize_observation(observation, normalizer, which)
             begins = steps == 0
 
             def where_begun(initial: Any, old: Any) -> Any:
@@ -143,10 +171,17 @@ class PolicyRunner:
 
             carry = jax.tree.map(where_begun, policy.initial_carry(seeds.shape[0]), carry)
             action, carry, extras = policy.act(params, normal, carry, keys, options)
-            return normalizer.unnormalize("action", action, which), extras, carry
+            if finish is None:
+                action = normalizer.unnormalize("action", action, which)
+            return action, extras, carry
 
         host = for_host()
-        self._act = jax.jit(act, out_shardings=(host, host, on_device()))
+        self._act = jax.jit(
+            act,
+            static_argnames="layout",
+            out_shardings=(host, host, on_device()),
+            compiler_options=dict(policy.compiler_options),
+        )
         self.initial_carry = policy.initial_carry
         self._initial = {size: policy.initial_carry(size) for size in self.batch_sizes}
 
@@ -175,7 +210,8 @@ class PolicyRunner:
 
         named = isinstance(params, dict) and all(isinstance(value, np.ndarray) for value in params.values())
         tree = unflatten_params(params, self._like) if named else params
-        self._weights = jax.device_put(self._tree.flatten_up_to(tree))
+        leaves = self._tree.flatten_up_to(tree)
+        self._weights = [jax.device_put(x).astype(dtype) for x, dtype in zip(leaves, self._dtypes, strict=True)]
         self.version = version
 
     @classmethod
@@ -183,13 +219,23 @@ class PolicyRunner:
         """Read, verify and make ready; `options` as in the constructor. Baselines need none."""
         bundle = read_bundle(path)
         if bundle.policy.get("name") in BASELINES:
-            return BaselineRunner(str(bundle.policy["name"]), bundle.contract, bundle.id)
+            return BaselineRunner(str(bundle.policy["name"]), bundle.contract, bundle.id, bundle.robot)
         return cls(bundle, **options)  # pyright: ignore[reportArgumentType]
 
     def act(
         self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
     ) -> ActionChunk:
         """See `Runner.act`."""
+        chunk = self._act_rows(observation, seeds, steps, carry)
+        if self._finish is None:
+            return chunk
+        action, extras = self._finish(chunk.action)
+        return ActionChunk(action, chunk.version, chunk.carry, {**chunk.extras, **extras})
+
+    def _act_rows(
+        self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any
+    ) -> ActionChunk:
+        """What the compiled policy gives for any number of rows."""
         count, largest = len(seeds), self.batch_sizes[-1]
         seeds, steps = np.asarray(seeds).astype(np.uint32), np.asarray(steps).astype(np.uint32)
         if count in self.batch_sizes:
@@ -229,11 +275,17 @@ class PolicyRunner:
         """A batch of a compiled size. The carry stays on the device, for the next call with the same rows."""
         import jax
 
+        from rlsvc.nn.packing import pack
+
         if carry is None:
             carry = self._initial[len(seeds)]
-        action, extras, carry = self._act(self._weights, observation, np.stack([seeds, steps]), carry)
+        observation = self._transforms.encode_observation(observation)
+        if self._prepare is not None:
+            observation = self._prepare(observation)
+        packed, layout = pack({**observation, SEEDS: seeds, STEPS: steps})
+        action, extras, carry = self._act(self._weights, packed, carry, layout)
         action, extras = jax.device_get((action, extras))
-        return ActionChunk(action, self.version, carry, extras)
+        return ActionChunk(self._transforms.to_robot(action, observation), self.version, carry, extras)
 
     def warm_up(self) -> None:
         """Compile every batch size."""

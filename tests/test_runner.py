@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ from rlsvc.nn.params import flatten_params
 from rlsvc.policies.diffusion import DiffusionPolicy
 from rlsvc.runner import BaselineRunner, PolicyRunner
 from rlsvc.spec.diffusion import DiffusionSpec
+from rlsvc.spec.robot import RobotSpec
 from rlsvc.store.bundle import Bundle, read_bundle, write_bundle
 
 SPEC = DiffusionSpec.model_validate(
@@ -112,6 +114,29 @@ def test_weights_of_another_contract_or_normaliser_are_refused(runner, folder):
         runner.set_weights(bundle(folder, contract=faster))
     with pytest.raises(BundleError, match="its normaliser is not that of"):
         runner.set_weights(bundle(folder, groups=("a", "b")))
+    with pytest.raises(BundleError, match="its robot is not that of"):
+        runner.set_weights(replace(bundle(folder), robot=ROBOT))
+
+
+ROBOT = RobotSpec.model_validate(
+    {
+        "name": "arm",
+        "delta": {"dims": [0], "of": "state"},
+        "maps": {
+            "state": [{"dims": [0], "by": [{"name": "affine", "scale": 2}]}],
+            "action": [{"dims": [0], "by": [{"name": "affine", "scale": 2, "offset": 1}]}],
+        },
+    }
+)
+
+
+def test_a_robots_actions_come_in_its_own_numbers_also_where_the_batch_is_padded(runner, folder):
+    """The policy sees [2x, y] and answers a: the robot gets (a + 2x - 1) / 2."""
+    observation, seeds, steps = batch(3)
+    robots = PolicyRunner(replace(bundle(folder), robot=ROBOT), batch_sizes=(4, 2))
+    answered = act(runner, {"state": observation["state"] * np.array([2, 1], np.float32)}, seeds, steps)
+    expected = (answered + 2 * observation["state"][..., :1] - 1) / 2
+    np.testing.assert_allclose(act(robots, observation, seeds, steps), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_the_group_must_be_named_where_there_are_several(folder):

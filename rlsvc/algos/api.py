@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from rlsvc.policies.api import Params, Policy
 
@@ -86,8 +86,8 @@ class Algorithm(Protocol):
         """
         ...
 
-    def validate(self, state: TrainState, data: Any, key: Key[Array, ""]) -> Float[Array, ""]:
-        """Loss of the acting weights on data that is not trained on, with fixed noise."""
+    def validate(self, state: TrainState, data: Any, key: Key[Array, ""]) -> dict[str, Array]:
+        """Metrics of the acting weights on data that is not trained on, with fixed noise; `loss` is among them."""
         ...
 
     def acting_params(self, state: TrainState) -> Params:

@@ -9,6 +9,7 @@ Letters: B batch, K updates in one call, M micro-batches.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import no_type_check
@@ -22,11 +23,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from rlsvc.algos.api import START, Phase, update_key
 from rlsvc.algos.optim import ema_decay, ema_update, make_optimizer, make_schedule
-from rlsvc.core.errors import unknown_name
+from rlsvc.core.errors import SpecError, unknown_name
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Batch, Windows, batches_from_host
-from rlsvc.policies.api import Params, SupervisedPolicy
+from rlsvc.nn.params import leaf_names
+from rlsvc.policies.api import AdaptedPolicy, Params, SupervisedPolicy, ValueFunction, normalize_observation
 from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.value_function import ValueFunctionSpec
 
 
 @no_type_check  # as a pytree it also holds shapes, or arrays of the host
@@ -44,37 +47,65 @@ class ImitationState:
 def normalize_batch(batch: Batch, normalizer: Normalizer) -> Batch:
     """The same batch with observation and action normalised, float32."""
     group = batch["group"]
-    observation = {k: normalizer.normalize(k, x, group) for k, x in batch["observation"].items()}
+    observation = normalize_observation(batch["observation"], normalizer, group)
     return {**batch, "observation": observation, "action": normalizer.normalize("action", batch["action"], group)}
 
 
+def trained(names: list[str], freeze: tuple[str, ...], adapted: tuple[str, ...]) -> tuple[bool, ...]:
+    """Which weights are trained: those that no pattern freezes and no adaptation replaces.
+
+    Raises:
+        SpecError: a pattern that is none or freezes nothing, or nothing is left to train.
+    """
+    for pattern in freeze:
+        try:
+            hits = any(re.fullmatch(pattern, name) for name in names)
+        except re.error as error:
+            raise SpecError(f"algo.freeze: '{pattern}' is not a regular expression ({error})") from error
+        if not hits:
+            raise SpecError(
+                f"algo.freeze: '{pattern}' matches no weight; there are, for instance: {', '.join(names[:5])}"
+            )
+    kept = tuple(not any(re.fullmatch(pattern, name) for pattern in (*freeze, *adapted)) for name in names)
+    if not any(kept):
+        raise SpecError("algo.freeze: nothing is left to train")
+    return kept
+
+
 class Imitation:
-    """The algorithm of `rlsvc.algos.api`."""
+    """The algorithm of `rlsvc.algos.api`; `rlsvc.algos.value_function` puts another loss into it."""
 
     hooks: tuple[str, ...] = ("update",)
 
     def __init__(
         self,
-        policy: SupervisedPolicy,
+        policy: SupervisedPolicy | ValueFunction,
         normalizer: Normalizer,
-        spec: ImitationSpec,
+        spec: ImitationSpec | ValueFunctionSpec,
         *,
         total_steps: int,
         batch_sharding: NamedSharding | None = None,
     ) -> None:
         """`batch_sharding`: how the rows of a batch lie on the devices of several ranks; None on one device."""
         self.policy, self.normalizer, self.spec, self.batch_sharding = policy, normalizer, spec, batch_sharding
+        names = leaf_names(jax.eval_shape(policy.init, jax.random.key(0)))
+        self._trained = trained(names, getattr(spec, "freeze", ()), getattr(policy, "frozen", ()))
         self.schedule = make_schedule(spec.schedule, spec.learning_rate, total_steps)
         self.optimizer = make_optimizer(spec.optimizer, self.schedule)
         self._update = jax.jit(self._updates, static_argnames="num_updates", donate_argnames="state")
         self._update_from_batches = jax.jit(self._updates_from_batches, donate_argnames="state")
-        self._validate = jax.jit(self._validation_loss)
+        self._validate = jax.jit(self._validation_metrics)
 
     def init(self, key: Key[Array, ""]) -> ImitationState:
         """Fresh weights; the average starts at them."""
         params = self.policy.init(key)
-        ema = jax.tree.map(jnp.copy, params) if self.spec.ema else None
-        return ImitationState(jnp.zeros((), jnp.int32), params, ema, self.optimizer.init(params))
+        return self.start_from(params)
+
+    def start_from(self, params: Params) -> ImitationState:
+        """The state before the first update of these weights."""
+        learnt = self._split(params)[0]
+        ema = jax.tree.map(jnp.copy, learnt) if self.spec.ema else None
+        return ImitationState(jnp.zeros((), jnp.int32), params, ema, self.optimizer.init(learnt))
 
     def update(
         self,
@@ -88,7 +119,7 @@ class Imitation:
         """K updates in one compiled call; donates `state`; see `rlsvc.algos.api.Algorithm`."""
         del phase
         if hook not in self.hooks:
-            raise unknown_name("hook of imitation", hook, self.hooks)
+            raise unknown_name(f"hook of {self.spec.name}", hook, self.hooks)
         if not data.on_host:
             return self._update(state, data, key, num_updates=num_updates)
         # The same windows as on the device, gathered here.
@@ -100,17 +131,45 @@ class Imitation:
         return self._update_from_batches(state, batches_from_host(data, index, sharding), key)
 
     def acting_params(self, state: ImitationState) -> Params:
-        """The averaged weights, or the raw ones without averaging."""
-        return state.params if state.ema is None else state.ema
+        """The averaged weights, or the raw ones without averaging, with adaptations merged."""
+        params = self._averaged(state)
+        return self.policy.merged(params) if isinstance(self.policy, AdaptedPolicy) else params
 
-    def validate(self, state: ImitationState, data: Windows, key: Key[Array, ""]) -> Float[Array, ""]:
-        """Loss of the acting weights over up to 1024 windows, the same ones and the same noise every time."""
-        return self._validate(self.acting_params(state), data, key)
+    def _averaged(self, state: ImitationState) -> Params:
+        return state.params if state.ema is None else self._join(state.ema, self._split(state.params)[1])
 
-    def _validation_loss(self, params: Params, data: Windows, key: Key[Array, ""]) -> Float[Array, ""]:
+    def _split(self, params: Params) -> tuple[Params, Params]:
+        """Weights that are trained, and those that are not; in each the others are None."""
+        leaves, tree = jax.tree.flatten(params)
+        parts = [
+            [x if keep == which else None for x, keep in zip(leaves, self._trained, strict=True)]
+            for which in (True, False)
+        ]
+        learnt, frozen = (jax.tree.unflatten(tree, part) for part in parts)
+        return learnt, frozen
+
+    @staticmethod
+    def _join(learnt: Params, frozen: Params) -> Params:
+        return jax.tree.map(lambda a, b: b if a is None else a, learnt, frozen, is_leaf=lambda x: x is None)
+
+    def validate(self, state: ImitationState, data: Windows, key: Key[Array, ""]) -> dict[str, Array]:
+        """Metrics of the acting weights over up to 1024 windows, the same ones and the same noise every time."""
+        return self._validate(self._averaged(state), data, key)
+
+    def loss(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Float[Array, ""], dict[str, Array]]:
+        """The policy's own loss on a batch as `Windows` gives it, and metrics."""
+        assert isinstance(self.policy, SupervisedPolicy)
+        return self.policy.loss(params, normalize_batch(batch, self.normalizer), key)
+
+    def weight(self, batch: Batch) -> Float[Array, ""]:
+        """How much the mean loss of a micro-batch counts: its unpadded actions."""
+        return batch["mask"].sum().astype(jnp.float32)
+
+    def _validation_metrics(self, params: Params, data: Windows, key: Key[Array, ""]) -> dict[str, Array]:
         count = min(1024, data.num_windows)
         index = jnp.arange(count) * data.num_windows // count
-        return self.policy.loss(params, normalize_batch(data.gather(index), self.normalizer), key)[0]
+        loss, metrics = self.loss(params, data.gather(index), key)
+        return {**metrics, "loss": loss}
 
     def _draw(self, data: Windows, key: Key[Array, ""], step: Array) -> Int[Array, " b"]:
         return data.draw(jax.random.split(update_key(key, step))[0], self.spec.batch_size)
@@ -137,21 +196,28 @@ class Imitation:
         self, state: ImitationState, batch: Batch, key: Key[Array, ""]
     ) -> tuple[ImitationState, dict[str, Array]]:
         loss_key = jax.random.split(update_key(key, state.step))[1]
-        grads, metrics = self._gradient(state.params, batch, loss_key)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        learnt, frozen = self._split(state.params)
+        grads, metrics = self._gradient(learnt, frozen, batch, loss_key)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, learnt)
+        learnt = optax.apply_updates(learnt, updates)
         ema = state.ema
         if self.spec.ema is not None:
-            ema = ema_update(ema, params, ema_decay(self.spec.ema, state.step))
+            ema = ema_update(ema, learnt, ema_decay(self.spec.ema, state.step))
+        params = self._join(learnt, frozen)
         metrics = {**metrics, "grad_norm": optax.tree.norm(grads), "learning_rate": self.schedule(state.step)}
         return ImitationState(state.step + 1, params, ema, opt_state), metrics
 
-    def _gradient(self, params: Params, batch: Batch, key: Key[Array, ""]) -> tuple[Params, dict[str, Array]]:
-        """Gradient of the mean loss; the micro-batches of an accumulated one are weighted by their unpadded actions."""
+    def _gradient(
+        self, params: Params, frozen: Params, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[Params, dict[str, Array]]:
+        """Gradient of the mean loss by the trained weights.
+
+        The micro-batches of an accumulated one are weighted by `weight`.
+        """
 
         def loss(params: Params, batch: Batch, key: Array) -> tuple[Array, tuple[dict[str, Array], Array]]:
-            value, metrics = self.policy.loss(params, normalize_batch(batch, self.normalizer), key)
-            weight = batch["mask"].sum().astype(jnp.float32)
+            value, metrics = self.loss(self._join(params, frozen), batch, key)
+            weight = self.weight(batch)
             return value * weight, (metrics, weight)
 
         gradient = jax.grad(loss, has_aux=True)

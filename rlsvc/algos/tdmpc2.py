@@ -265,10 +265,10 @@ class TDMPC2:
         """World model and prior."""
         return state.params
 
-    def validate(self, state: TDMPC2State, data: SequenceSource, key: Key[Array, ""]) -> Float[Array, ""]:
+    def validate(self, state: TDMPC2State, data: SequenceSource, key: Key[Array, ""]) -> dict[str, Array]:
         """L on one batch, the same one and the same noise every time."""
         batch = data.sample(key, self.spec.batch_size, self.policy.spec.horizon)
-        return self._validate(state, batch, key)
+        return {"loss": self._validate(state, batch, key)}
 
     def update_once(
         self, state: TDMPC2State, batch: dict[str, Any], key: Key[Array, ""]

@@ -67,14 +67,14 @@ class ChunkedPolicy:
 
         Args:
             client: of the served policy.
-            n_execute: n, at most H; H when left out.
+            n_execute: n, at most H; when left out what the policy's robot executes, or H.
             seed: of the policy's randomness in this episode.
 
         Raises:
             UserError: n is not within [1, H].
         """
         self._client = client
-        self._chunk = _Chunk(client.contract, n_execute, seed)
+        self._chunk = _Chunk(client.contract, client.execute if n_execute is None else n_execute, seed)
 
     def act(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The action of this control step.
@@ -105,7 +105,7 @@ class AsyncChunkedPolicy:
     def __init__(self, client: AsyncPolicyClient, *, n_execute: int | None = None, seed: int = 0) -> None:
         """An episode begins; arguments as of ChunkedPolicy."""
         self._client = client
-        self._chunk = _Chunk(client.contract, n_execute, seed)
+        self._chunk = _Chunk(client.contract, client.execute if n_execute is None else n_execute, seed)
 
     async def act(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The action of this control step, [A] float32; see ChunkedPolicy.act."""

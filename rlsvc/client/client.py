@@ -81,6 +81,11 @@ class PolicyClient:
         """What the policy sees and does."""
         return _known(self._served).contract
 
+    @property
+    def execute(self) -> int | None:
+        """Actions of a chunk that the policy's robot executes before it asks again; None for all of them."""
+        return _known(self._served).execute
+
     def act(self, observation: Mapping[str, Any], *, seed: int = 0, step: int = 0) -> Reply:
         """A chunk of actions for an observation window.
 
@@ -176,6 +181,11 @@ class AsyncPolicyClient:
     def contract(self) -> Contract:
         """What the policy sees and does."""
         return _known(self._served).contract
+
+    @property
+    def execute(self) -> int | None:
+        """Actions of a chunk that the policy's robot executes before it asks again; None for all of them."""
+        return _known(self._served).execute
 
     async def connect(self) -> Self:
         """Connect and fetch the contract; raises as PolicyClient does."""

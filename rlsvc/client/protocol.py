@@ -55,11 +55,17 @@ class Reply:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says about a policy before the first observation."""
+    """What a server says about a policy before the first observation.
+
+    Attributes:
+        name, version, contract: of the policy.
+        execute: actions of a chunk that the policy's robot executes before it asks again; None for all of them.
+    """
 
     name: str
     version: str
     contract: Contract
+    execute: int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,9 @@ def decode_served(data: bytes | str) -> Served:
 def served_from(message: Any) -> Served:
     """Likewise, from a message that is decoded already."""
     try:
-        return Served(str(message["name"]), str(message["version"]), Contract.from_json(message["contract"]))
+        robot = message.get("robot")
+        execute = None if robot is None or robot["execute"] is None else int(robot["execute"])
+        return Served(str(message["name"]), str(message["version"]), Contract.from_json(message["contract"]), execute)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PolicyUnavailableError(
             "the server did not say which contract its policy has; is it a policy server of rlsvc?"

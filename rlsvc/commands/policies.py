@@ -1,8 +1,9 @@
-"""`rlsvc policies`: registered policies."""
+"""`rlsvc policies`: registered policies, and policies in the files of others."""
 
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +15,7 @@ from rlsvc.core.errors import UserError
 if TYPE_CHECKING:
     from rlsvc.store.registry import Registry
 
-app = typer.Typer(help="Registered policies: list, show, promote.", no_args_is_help=True)
+app = typer.Typer(help="Policies: list, show and promote registered ones, convert.", no_args_is_help=True)
 
 Root = Annotated[str, typer.Option(help="Folder of runs; its mlflow.db is the default store.")]
 Store = Annotated[str | None, typer.Option(help="MLflow store; default MLFLOW_TRACKING_URI, then <root>/mlflow.db.")]
@@ -63,6 +64,51 @@ def promote(
     """Point an alias at a version; `rlsvc serve models:/NAME@ALIAS` serves it."""
     _registry(root, store).promote(name, version, alias)
     Console().print(f"models:/{name}@{alias} is version {version} now.")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="A bundle of pi0 or pi0.5 (folder, models:/NAME@ALIAS), or a LeRobot folder of one.")
+    ],
+    target: Annotated[Path, typer.Argument(help="The folder to write; not there yet.")],
+    rate: Annotated[float | None, typer.Option(min=0, help="To a bundle: control rate in Hz.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="To a bundle: PaliGemma's tokenizer; default SOURCE/tokenizer.model.")
+    ] = None,
+    norm_stats: Annotated[
+        Path | None, typer.Option(help="To a bundle: openpi's norm_stats.json; default the statistics in SOURCE.")
+    ] = None,
+    group: Annotated[
+        str | None, typer.Option(help="To LeRobot: normaliser group, for a bundle that has several.")
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="To LeRobot: config.json and model.safetensors alone.")
+    ] = False,
+    root: Root = "runs",
+    store: Store = None,
+) -> None:
+    """Make a LeRobot folder of a bundle, or a bundle of a LeRobot folder: pi0 and pi0.5."""
+    to_bundle = Path(source, "config.json").is_file()
+    options = {"--rate": rate, "--tokenizer": tokenizer, "--norm-stats": norm_stats}
+    others = {"--group": group, "--weights-only": weights_only or None}
+    if wrong := [name for name, value in (others if to_bundle else options).items() if value is not None]:
+        kind, other = ("a LeRobot folder", "a bundle") if to_bundle else ("a bundle", "a LeRobot folder")
+        raise UserError(f"{wrong[0]}: is for {other}; {source} is {kind}")
+    from rlsvc.store.bundle import read_bundle
+    from rlsvc.store.lerobot_policy import from_lerobot_folder, to_lerobot_folder
+
+    if to_bundle:
+        if not rate:
+            raise UserError(f"--rate: give the control rate in Hz, which {source} does not know")
+        notes = from_lerobot_folder(Path(source), target, rate_hz=rate, tokenizer=tokenizer, norm_stats=norm_stats)
+    else:
+        path = _registry(root, store).resolve(source) if source.startswith("models:") else Path(source)
+        notes = to_lerobot_folder(read_bundle(path), target, group=group, processors=not weights_only)
+    console = Console()
+    console.print(f"{target} is written.")
+    for note in notes:
+        console.print(note, markup=False)
 
 
 def _registry(root: str, store: str | None) -> Registry:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rlsvc.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rlsvc.spec.env import EnvBase
     from rlsvc.spec.run import RunSpec
     from rlsvc.train.run import RunResult
 
@@ -122,7 +123,10 @@ def evaluate(
     observation: Annotated[
         str | None, typer.Option(help="What the environment shows, such as keypoints, state or pixels.")
     ] = None,
-    episodes: Annotated[int, typer.Option(help="Episodes, one seed each.")] = 50,
+    episodes: Annotated[int | None, typer.Option(help="Episodes, one seed each; 50 when left out.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Episodes of every task of a suite, such as the 50 of LIBERO's evaluations.")
+    ] = None,
     first_seed: Annotated[int, typer.Option(help="Episode i uses first_seed + i.")] = 100_000,
     workers: Annotated[int, typer.Option(help="Rollout workers; the result does not depend on it.")] = 1,
     parallel: Annotated[int, typer.Option(help="Episodes side by side over all workers.")] = 50,
@@ -130,7 +134,10 @@ def evaluate(
     videos: Annotated[
         Path | None, typer.Option(help="Write videos of the best, median and worst episode here.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write every episode's scores here, as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write every episode's scores here, as JSON, while the evaluation goes on.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Take over the episodes that --output has.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Without Ray.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     group: Annotated[
@@ -152,12 +159,12 @@ def evaluate(
     shows = {} if observation is None else {"observation": observation}
     env_spec: Any = validate(spec_class(env), {"name": env, **shows, **given})
 
-    from rlsvc.train.standalone import evaluate_bundle, write_scores
+    from rlsvc.train.standalone import evaluate_bundle
 
     evaluation = evaluate_bundle(
         bundle,
         env_spec,
-        episodes=episodes,
+        episodes=_count(env_spec, episodes, trials),
         first_seed=first_seed,
         workers=workers,
         parallel=parallel,
@@ -166,17 +173,38 @@ def evaluate(
         device=device,
         group=group,
         root=root,
+        output=output,
+        resume=resume,
     )
-    table = Table("metric", "mean", "95 % interval", title=f"{bundle}, {episodes} episodes")
+    table = Table("metric", "mean", "95 % interval", title=f"{bundle}, {len(evaluation.episodes)} episodes")
     for metric in ("max_reward", "success", "return", "length"):
         interval = evaluation.interval(metric)
         table.add_row(metric, f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}")
     console = Console()
     console.print(table)
+    tasks = evaluation.by_task()
+    if len(tasks) > 1:
+        table = Table("task", "success", "95 % interval", "episodes")
+        for name, part in sorted(tasks.items()):
+            interval = part.interval("success")
+            row = (f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}", str(len(part.episodes)))
+            table.add_row(name, *row)
+        console.print(table)
     if output is not None:
-        console.print(f"scores: {write_scores(evaluation, output)}")
+        console.print(f"scores: {output}")
     if videos is not None:
         from rlsvc.train.evaluate import write_video
 
         for name, episode in evaluation.extremes("max_reward").items():
             console.print(f"video, {name}: {write_video(episode, env_spec, videos / f'{name}_seed{episode.seed}.mp4')}")
+
+
+def _count(env: EnvBase, episodes: int | None, trials: int | None) -> int:
+    """Episodes of an evaluation."""
+    if trials is None:
+        return 50 if episodes is None else episodes
+    if episodes is not None:
+        raise UserError("--episodes, --trials: choose one; trials are the episodes of every task")
+    if env.task_count is None:
+        raise UserError("--trials: it is not known how many tasks this suite has; give --episodes, or task=")
+    return trials * env.task_count

@@ -110,12 +110,10 @@ class Contract:
         )
 
     def example_observation(self, batch_size: int | None = None) -> dict[str, Any]:
-        """An observation that fits: zeros (and empty texts), [T, ...] or [B, T, ...] by key."""
+        """An observation that fits: zeros (and the text "example"), [T, ...] or [B, T, ...] by key."""
         lead = (self.n_obs_steps,) if batch_size is None else (batch_size, self.n_obs_steps)
         return {
-            key: np.full(lead, "", dtype=np.str_)
-            if feature.dtype == TEXT
-            else np.zeros(lead + feature.shape, feature.dtype)
+            key: np.full(lead, "example") if feature.dtype == TEXT else np.zeros(lead + feature.shape, feature.dtype)
             for key, feature in self.observation.items()
         }
 
@@ -182,6 +180,10 @@ class Contract:
         if len(texts) != self.n_obs_steps:
             raise ContractError(
                 f"observation '{key}': got {len(texts)} texts, expected one for each of {self.n_obs_steps} steps"
+            )
+        if any(not text.strip() for text in texts):
+            raise ContractError(
+                f"observation '{key}': the text is empty, expected what to do, such as 'pick up the cup'"
             )
         return np.asarray(texts, dtype=np.str_)
 

@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 
+MALFORMED = "malformed"
+"""Among the extras of a policy that says its actions as tokens, [B] texts: "" for a row whose tokens are actions, else
+why they are none. Such a row is NaN, unless the policy has an action that holds the robot still."""
+
 
 @dataclass(frozen=True)
 class ActionChunk:

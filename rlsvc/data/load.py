@@ -23,8 +23,8 @@ def load_table(dataset: DatasetSpec, keys: Sequence[str] | None = None) -> Episo
 
     Args:
         dataset: path, format, and which tasks and episodes.
-        keys: feature names; "task" is always there and may be named. None takes every feature that can be read; what
-            the dataset declares and does not have is then logged and left out.
+        keys: feature names; "task" may be named, and becomes a column of texts. None takes every feature that can be
+            read; what the dataset declares and does not have is then logged and left out.
 
     Returns:
         Floating columns as float32, images as uint8 (H, W, C).
@@ -41,6 +41,8 @@ def load_source(source: Source, dataset: DatasetSpec, keys: Sequence[str] | None
     episodes = select_episodes(source, dataset)
     table = source.read(names, episodes)
     _refuse_not_finite(source, table, episodes)
+    if keys is not None and "task" in keys:
+        table.columns["task"] = np.asarray(table.tasks, object)[table.task]
     return table
 
 

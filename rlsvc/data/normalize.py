@@ -1,13 +1,15 @@
 """Normalisation that training and serving share: one object, fitted on training episodes, stored in the bundle.
 
 Every mode is an affine map of one feature, `normalized = (x - center) * scale`, so it is inverted up to rounding.
+`openpi_quantile` is `quantile` as openpi's checkpoints were trained with (norm_stats.py); a new run needs it only to go
+on from one of these.
 Letters: N steps, G groups of datasets that share statistics, B batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,34 +18,42 @@ from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import BundleError, DatasetError
 
 FIELDS = ("mean", "std", "min", "max", "q01", "q99")
-MODES = ("mean_std", "min_max", "quantile", "identity")
+MODES = ("mean_std", "min_max", "quantile", "openpi_quantile", "identity")
+NEEDS = {"min_max": ("min", "max"), "quantile": ("q01", "q99"), "openpi_quantile": ("q01", "q99")}
+RETURN = "return"
+"""Name of a value function's target, which has statistics and is no feature of a contract."""
 # A dimension that moves less than this, relative to its own size, is constant: it is centred and keeps scale 1.
 CONSTANT = 1e-6
+OPENPI_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class Stats:
     """Statistics of one feature over `count` steps; every array has the shape of one step, float64.
 
-    `q01` and `q99` are the 1 % and 99 % quantiles; `std` is the population's.
+    `q01` and `q99` are the 1 % and 99 % quantiles; `std` is the population's. What another program's statistics do not
+    have is None (openpi's have neither min nor max), and a mode that needs it is refused. A `count` of 0 is not known.
     """
 
     mean: np.ndarray
     std: np.ndarray
-    min: np.ndarray
-    max: np.ndarray
-    q01: np.ndarray
-    q99: np.ndarray
+    min: np.ndarray | None
+    max: np.ndarray | None
+    q01: np.ndarray | None
+    q99: np.ndarray | None
     count: int
 
     def to_json(self) -> dict[str, Any]:
-        """Lists of numbers; `from_json` is the exact inverse."""
-        return {**{name: getattr(self, name).tolist() for name in FIELDS}, "count": self.count}
+        """Lists of numbers, null for what is not there; `from_json` is the exact inverse."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return {**{name: None if x is None else x.tolist() for name, x in fields.items()}, "count": self.count}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Stats:
         """Inverse of `to_json`."""
-        return cls(**{name: np.asarray(value[name], np.float64) for name in FIELDS}, count=int(value["count"]))
+        mean, std = (np.asarray(value[name], np.float64) for name in FIELDS[:2])
+        rest = (None if value[name] is None else np.asarray(value[name], np.float64) for name in FIELDS[2:])
+        return cls(mean, std, *rest, count=int(value["count"]))
 
 
 def compute_stats(column: np.ndarray) -> Stats:
@@ -62,16 +72,31 @@ def compute_stats(column: np.ndarray) -> Stats:
     return Stats(values.mean(0), values.std(0), values.min(0), values.max(0), q01, q99, len(values))
 
 
-def _affine(stats: Stats, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """Center and scale of one feature, float64."""
+def affine(stats: Stats, mode: str) -> tuple[np.ndarray, np.ndarray]:
+    """Center and scale of one feature, float64.
+
+    Raises:
+        BundleError: the mode needs statistics that are not there.
+    """
     if mode == "identity":
         return np.zeros_like(stats.mean), np.ones_like(stats.mean)
     if mode == "mean_std":
         center, half = stats.mean, stats.std
     else:
-        low, high = (stats.min, stats.max) if mode == "min_max" else (stats.q01, stats.q99)
+        low, high = (getattr(stats, name) for name in NEEDS[mode])
+        if low is None or high is None:
+            there = [name for name in FIELDS if getattr(stats, name) is not None]
+            raise BundleError(
+                f"mode '{mode}' needs {' and '.join(NEEDS[mode])}, the statistics have {', '.join(there)}; "
+                "take another mode, or compute the statistics anew from the data"
+            )
         center, half = (low + high) / 2, (high - low) / 2
     constant = half <= CONSTANT * np.maximum(1.0, np.abs(center))
+    if mode == "openpi_quantile":
+        # (x - q01) / (q99 - q01 + epsilon) * 2 - 1, in which a constant is -1, not 0; off the constant openpi's slope
+        # is 2e6, and here 1.
+        center = np.where(constant, low + 1.0, center + OPENPI_EPSILON / 2)
+        half = half + OPENPI_EPSILON / 2
     return center, np.where(constant, 1.0, 1.0 / np.where(constant, 1.0, half))
 
 
@@ -101,7 +126,10 @@ class Normalizer:
                     raise BundleError(f"normaliser mode of '{key}': got '{mode}', expected one of {', '.join(MODES)}")
                 if len(self.stats.get(key, ())) != len(self.groups):
                     raise BundleError(f"normaliser has no statistics for '{key}' in every group of {self.groups}")
-                pairs = [_affine(stats, mode) for stats in self.stats[key]]
+                try:
+                    pairs = [affine(stats, mode) for stats in self.stats[key]]
+                except BundleError as error:
+                    raise BundleError(f"normaliser statistics of '{key}': {error}") from error
             center[key] = np.stack([c for c, _ in pairs]).astype(np.float32)
             scale[key] = np.stack([s for _, s in pairs]).astype(np.float32)
         object.__setattr__(self, "_center", center)
@@ -143,6 +171,10 @@ class Normalizer:
                 except DatasetError as error:
                     raise DatasetError(f"'{key}': {error}") from error
         return cls(groups, chosen, stats)
+
+    def with_stats(self, key: str, stats: tuple[Stats, ...]) -> Normalizer:
+        """The same with other statistics of one feature, one for each group."""
+        return replace(self, stats={**self.stats, key: stats})
 
     def normalize(self, key: str, x: Any, group: Any = 0) -> Any:
         """Map raw values to normalised ones, float32.
@@ -199,7 +231,7 @@ class Normalizer:
             raise BundleError(
                 f"normaliser has no statistics for '{missing[0]}'; it has: {', '.join(sorted(self.modes))}"
             )
-        if extra := sorted(set(self.modes) - set(wanted)):
+        if extra := sorted(set(self.modes) - set(wanted) - {RETURN}):
             raise BundleError(
                 f"normaliser has statistics for '{extra[0]}', which the contract does not name; the contract has: "
                 f"{', '.join(sorted(wanted))}"
@@ -207,8 +239,8 @@ class Normalizer:
         for key, feature in wanted.items():
             for group, stats in zip(self.groups, self.stats.get(key, ()), strict=False):
                 for name in FIELDS:
-                    shape = getattr(stats, name).shape
-                    if shape != feature.shape:
+                    array = getattr(stats, name)
+                    if array is not None and (shape := array.shape) != feature.shape:
                         raise BundleError(
                             f"normaliser statistics '{name}' of '{key}' (group {group}): got shape {shape}, "
                             f"the contract says {feature.shape}"

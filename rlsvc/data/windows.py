@@ -9,8 +9,9 @@ Letters: N steps of all episodes, W windows, D datasets, B batch, T observation 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -18,15 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlsvc.core.types import EpisodeTable
+from rlsvc.data.transforms import relative
+from rlsvc.spec.robot import DeltaSpec
 
 Batch = dict[str, Any]
-"""observation: by name [B, T, ...]; action: [B, H, A] float32; mask: [B, H] bool, False where padded; group: [B]."""
+"""observation: by name [B, T, ...]; action: [B, H, A] float32; mask: [B, H] bool, False where padded; group: [B]; and
+what the windows are asked for besides, by name [B, ...], as of step t."""
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["columns", "anchor", "start", "end", "group", "offset", "weight"],
-    meta_fields=["observation", "action", "n_obs_steps", "horizon"],
+    meta_fields=["observation", "action", "n_obs_steps", "horizon", "extra", "delta"],
 )
 @dataclass(frozen=True)
 class Windows:
@@ -42,6 +46,8 @@ class Windows:
         action: name of the action feature.
         n_obs_steps: T.
         horizon: H.
+        extra: columns that a batch has besides, as of step t.
+        delta: which actions are given relative to the newest state of their window; None gives all as they are.
     """
 
     columns: dict[str, Any]
@@ -55,6 +61,8 @@ class Windows:
     action: str
     n_obs_steps: int
     horizon: int
+    extra: tuple[str, ...] = ()
+    delta: DeltaSpec | None = None
 
     @property
     def num_windows(self) -> int:
@@ -82,6 +90,8 @@ class Windows:
         action: str,
         n_obs_steps: int,
         horizon: int,
+        extra: tuple[str, ...] = (),
+        delta: DeltaSpec | None = None,
     ) -> Windows:
         """Windows over tables of one schema, in host memory (numpy)."""
         base, parts, offset = 0, [], [0]
@@ -93,7 +103,7 @@ class Windows:
             base += table.num_steps
             offset.append(base)
         anchor, start, end, group = (np.concatenate(column).astype(np.int32) for column in zip(*parts, strict=True))
-        columns = {key: _join([table.columns[key] for table in tables]) for key in (*observation, action)}
+        columns = {key: _join([table.columns[key] for table in tables]) for key in (*observation, action, *extra)}
         columns[action] = columns[action].astype(np.float32)
         share = np.asarray(weights, np.float32)
         return cls(
@@ -108,7 +118,20 @@ class Windows:
             action,
             n_obs_steps,
             horizon,
+            extra,
+            delta,
         )
+
+    def select(self, keep: np.ndarray) -> Windows:
+        """These windows alone, in host memory; every dataset keeps its share, and every window what lies around it.
+
+        Args:
+            keep: [W] bool, True for at least one window of every dataset.
+        """
+        sizes = [int(keep[first:end].sum()) for first, end in pairwise(self.offset)]
+        assert all(sizes), "windows cannot be drawn from a dataset that has none"
+        rows = {name: getattr(self, name)[keep] for name in ("anchor", "start", "end", "group")}
+        return replace(self, **rows, offset=np.cumsum([0, *sizes]).astype(np.int32))
 
     def draw(self, key: jax.Array, batch_size: int) -> jax.Array:
         """[B] int32 window indices: a dataset by weight, then one of its windows uniformly, with replacement."""
@@ -126,11 +149,13 @@ class Windows:
         lead = (1,) * (anchor.ndim - 1)
         steps = anchor + xp.arange(first, first + self.horizon).reshape(*lead, self.horizon)
         rows = xp.clip(anchor + xp.arange(first, 1).reshape(*lead, self.n_obs_steps), start, end - 1)
+        observation = {key: self.columns[key][rows] for key in self.observation}
         return {
-            "observation": {key: self.columns[key][rows] for key in self.observation},
-            "action": self.columns[self.action][xp.clip(steps, start, end - 1)],
+            "observation": observation,
+            "action": relative(self.columns[self.action][xp.clip(steps, start, end - 1)], observation, self.delta),
             "mask": (steps >= start) & (steps < end),
             "group": self.group[index],
+            **{key: self.columns[key][self.anchor[index]] for key in self.extra},
         }
 
 

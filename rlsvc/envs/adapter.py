@@ -5,6 +5,7 @@ Letters: N environments, A action dimensions, F stacked frames, H height, W widt
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +59,14 @@ class Adapted(gymnasium.Env):
     first. `truncated` is false where `terminated` is true, and info has `is_success` where the suite has success.
     """
 
-    def __init__(self, env: gymnasium.Env, rate_hz: float, frames: int = 1, native: Contract | None = None) -> None:
+    def __init__(
+        self,
+        env: gymnasium.Env,
+        rate_hz: float,
+        frames: int = 1,
+        native: Contract | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> None:
         """Wraps an environment whose options are applied.
 
         Args:
@@ -66,14 +74,15 @@ class Adapted(gymnasium.Env):
             rate_hz: rate of its steps.
             frames: F, how many observations its outermost wrapper stacks.
             native: what is known of features that an environment names itself; units, names and bounds come from it.
+            rename: other names of observations, by the names that they would have.
 
         Raises:
-            ContractError: a space that has no place in a contract, by name.
+            ContractError: a space that has no place in a contract, by name, or a name to change that there is not.
         """
         self.env, self.rate_hz = env, rate_hz
         self.metadata = {**env.metadata, "render_fps": rate_hz}
         self.render_mode = env.render_mode
-        self.parts = _parts(env.observation_space, frames, native)
+        self.parts = _renamed(_parts(env.observation_space, frames, native), rename or {})
         self.action_feature = _action(env.action_space, native)
         self.observation_space, self.action_space = contract_spaces(self.contract())
 
@@ -135,11 +144,25 @@ def _parts(space: spaces.Space, frames: int, native: Contract | None) -> tuple[P
         name = _name(path, leaf, frames)
         known = native.observation.get(name) if native else None
         parts.append(Part(path, name, _feature(path, leaf, frames, known), frames))
-    names = [part.name for part in parts]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = _twice(parts)
     if twice:
-        raise ContractError(f"observations: two are called '{twice[0]}'; set env.flatten=true")
+        raise ContractError(f"observations: two are called '{twice}'; set env.flatten=true")
     return tuple(parts)
+
+
+def _twice(parts: Sequence[Part]) -> str | None:
+    names = [part.name for part in parts]
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def _renamed(parts: tuple[Part, ...], names: Mapping[str, str]) -> tuple[Part, ...]:
+    known = [part.name for part in parts]
+    if lost := next((name for name in names if name not in known), None):
+        raise ContractError(f"env.rename: the environment gives no '{lost}'; it gives: {', '.join(known)}")
+    parts = tuple(replace(part, name=names.get(part.name, part.name)) for part in parts)
+    if twice := _twice(parts):
+        raise ContractError(f"env.rename: two observations would be called '{twice}'")
+    return parts
 
 
 def _leaves(space: spaces.Space, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], spaces.Space]]:

@@ -16,6 +16,7 @@ from gymnasium import spaces
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import UserError
 from rlsvc.envs.adapter import STATE, Adapted
+from rlsvc.envs.opengl import INSTALL, choose_opengl
 from rlsvc.envs.options import apply_options
 from rlsvc.envs.registered import unknown_id
 from rlsvc.spec.env import DMControlSpec
@@ -77,17 +78,15 @@ class DMControl(gymnasium.Env):
 
 
 def _suite(pixels: bool) -> Any:
-    """dm_control.suite; without a display its cameras draw through EGL (GLFW, which it would choose, needs one)."""
-    chosen = bool(os.environ.get("DISPLAY") or os.environ.get("MUJOCO_GL"))
-    if not chosen:
-        os.environ["MUJOCO_GL"] = "egl"
+    """dm_control.suite; without a display its cameras draw through EGL."""
+    chosen = choose_opengl()
     try:
         from dm_control import suite
     except (ImportError, AttributeError, RuntimeError) as error:  # what OpenGL's bindings raise without a library
         if isinstance(error, ModuleNotFoundError) or chosen or pixels:
             raise UserError(
                 f"environment 'dm_control' cannot be imported ({error}); install rlsvc[sim], and for cameras OpenGL: "
-                "apt install libegl1 libgl1-mesa-dri with MUJOCO_GL=egl, or libosmesa6 with MUJOCO_GL=osmesa"
+                f"{INSTALL}"
             ) from error
         os.environ["MUJOCO_GL"] = "disabled"
         from dm_control import suite

@@ -2,14 +2,20 @@
 
 `observation.images.image` is the camera before the robot and `observation.images.image2` the one at its wrist, both
 turned by 180 degrees as in those datasets; `observation.state` is the gripper's position (m), orientation (axis-angle,
-rad) and fingers (m). An action is a change of the gripper's pose and the gripper's motion, [7] in [-1, 1], at 20 Hz.
-The reward is 1 in the step that solves the task, which terminates the episode, and 0 before it.
+rad) and fingers (m); `task` the instruction. An action is a change of the gripper's pose and the gripper's motion, [7]
+in [-1, 1], at 20 Hz. The reward is 1 in the step that solves the task, which terminates the episode, and 0 before it.
+
+Episodes are those of the published evaluations: a recorded initial state, steps without motion, then the policy. One
+thing differs: each reset moves a little what stands still in a scene (a cabinet, a stove); the published scripts draw
+that for one episode after the other from one seed, and here each episode draws it from its own seed, so that it does
+not depend on the others.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -17,7 +23,7 @@ from gymnasium import spaces
 
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import UserError
-from rlsvc.envs.adapter import STATE, Adapted
+from rlsvc.envs.adapter import STATE, TASK, Adapted
 from rlsvc.envs.options import apply_options
 from rlsvc.envs.registered import unknown_id
 from rlsvc.spec.env import LiberoSpec
@@ -29,60 +35,73 @@ _STATE_NAMES = ("x", "y", "z", "axis_angle_1", "axis_angle_2", "axis_angle_3", "
 _ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 
 
+class Suite(Protocol):
+    """What is used of LIBERO's `Benchmark`; tasks by their number."""
+
+    n_tasks: int
+
+    def get_task(self, i: int) -> Any:
+        """With `name` and `language`."""
+        ...
+
+    def get_task_init_states(self, i: int) -> np.ndarray:
+        """[states, D]."""
+        ...
+
+    def get_task_bddl_file_path(self, i: int) -> str:
+        """The scene."""
+        ...
+
+
 class Libero(gymnasium.Env):
-    """One task; an episode with seed s starts from the task's recorded initial state number s modulo their count."""
+    """A suite, or one task of it; see `LiberoSpec.task` for what a seed means."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": RATE_HZ}  # noqa: RUF012
 
-    def __init__(self, spec: LiberoSpec) -> None:
-        from libero.libero import benchmark  # pyright: ignore[reportMissingImports]
-        from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
+    def __init__(self, spec: LiberoSpec, suite: Suite, make_sim: Callable[[str, int], Any]) -> None:
+        """Nothing is loaded before the first reset.
 
-        suites = benchmark.get_benchmark_dict()
-        if spec.suite not in suites:
-            raise unknown_id("LIBERO suite", spec.suite, suites)
-        suite = suites[spec.suite]()
-        if spec.task >= suite.n_tasks:
+        Args:
+            spec: suite, task, size of the cameras.
+            suite: its tasks.
+            make_sim: a scene's file and the cameras' size -> LIBERO's environment.
+        """
+        if spec.task is not None and spec.task >= suite.n_tasks:
             raise UserError(f"env.task: got {spec.task}, expected 0 to {suite.n_tasks - 1} in {spec.suite}")
-        size = spec.image_size or 128
-        self._task: str = suite.get_task(spec.task).language
-        self._starts: np.ndarray = suite.get_task_init_states(spec.task)
-        self._settle_steps, self.render_mode = spec.settle_steps, "rgb_array"
-        self._sim = OffScreenRenderEnv(
-            bddl_file_name=suite.get_task_bddl_file_path(spec.task),
-            camera_heights=size,
-            camera_widths=size,
-            control_freq=int(RATE_HZ),
-            hard_reset=False,  # the recorded state replaces all that it would draw anew, in a tenth of the time
-            ignore_done=True,
-        )
-        image = spaces.Box(0, 255, (size, size, 3), np.uint8)
+        self._spec, self._suite, self._make_sim, self.render_mode = spec, suite, make_sim, "rgb_array"
+        self._size = spec.image_size or 256
+        self._sim: Any = None
+        self._loaded: int | None = None
+        image = spaces.Box(0, 255, (self._size, self._size, 3), np.uint8)
         self.observation_space = spaces.Dict(
             {
                 FRONT: image,
                 WRIST: image,
                 STATE: spaces.Box(-np.inf, np.inf, (8,), np.float32),
-                "task": spaces.Text(1000),
+                TASK: spaces.Text(1000),
             }
         )
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
-        self._image = np.zeros((size, size, 3), np.uint8)
+        self._image = np.zeros((self._size, self._size, 3), np.uint8)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start an episode; without a seed from a random one of the recorded states."""
+        """Start an episode; without a seed one of a random seed. `info` has the `task`'s name and `initial_state`."""
         super().reset(seed=seed)
-        number = int(self.np_random.integers(len(self._starts))) if seed is None else seed % len(self._starts)
-        if seed is not None:
-            self._sim.seed(seed)
+        number = int(self.np_random.integers(2**31)) if seed is None else seed
+        trial, task = divmod(number, self._suite.n_tasks) if self._spec.task is None else (number, self._spec.task)
+        if task != self._loaded:
+            self._load(task)
+        start = trial % len(self._starts)
+        self._sim.seed(number)
         self._sim.reset()
         for robot in self._sim.robots:
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)  # a soft reset leaves it
-        raw = self._sim.set_init_state(self._starts[number])
-        for _ in range(self._settle_steps):
+        raw = self._sim.set_init_state(self._starts[start])
+        for _ in range(self._spec.settle_steps):
             raw, *_ = self._sim.step(STILL)
-        return self._observation(raw), {"initial_state": number}
+        return self._observation(raw), {"task": self._task.name, "initial_state": start}
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """One control step of 0.05 s."""
@@ -96,7 +115,16 @@ class Libero(gymnasium.Env):
 
     def close(self) -> None:
         """Free the simulator."""
-        self._sim.close()
+        if self._sim is not None:
+            self._sim.close()
+        self._sim, self._loaded = None, None
+
+    def _load(self, task: int) -> None:
+        self.close()
+        self._task = self._suite.get_task(task)
+        self._starts = self._suite.get_task_init_states(task)
+        self._sim = self._make_sim(self._suite.get_task_bddl_file_path(task), self._size)
+        self._loaded = task
 
     def _observation(self, raw: dict[str, Any]) -> dict[str, Any]:
         self._image = np.ascontiguousarray(raw["agentview_image"][::-1, ::-1])
@@ -105,7 +133,7 @@ class Libero(gymnasium.Env):
             FRONT: self._image,
             WRIST: np.ascontiguousarray(raw["robot0_eye_in_hand_image"][::-1, ::-1]),
             STATE: np.concatenate(pose, dtype=np.float32),
-            "task": self._task,
+            TASK: self._task.language,
         }
 
 
@@ -117,16 +145,36 @@ def _axis_angle(quaternion: np.ndarray) -> np.ndarray:
 
 
 def make_libero(spec: LiberoSpec) -> Adapted:
-    """A task of LIBERO, in a process that has its packages (`env.runtime`).
+    """LIBERO, in a process that has its packages (`env.runtime`).
 
     Raises:
         NotFoundError: no such suite.
         UserError: no such task in it.
     """
-    env = Libero(spec)
+    from libero.libero import benchmark  # pyright: ignore[reportMissingImports]
+    from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
+
+    def make_sim(scene: str, size: int) -> Any:
+        return OffScreenRenderEnv(
+            bddl_file_name=scene,
+            camera_heights=size,
+            camera_widths=size,
+            control_freq=int(RATE_HZ),
+            hard_reset=False,  # states and images are those of a hard one bit for bit, in a fraction of the time
+            ignore_done=True,
+        )
+
+    suites = benchmark.get_benchmark_dict()
+    if spec.suite not in suites:
+        raise unknown_id("LIBERO suite", spec.suite, suites)
+    return adapt_libero(Libero(spec, suites[spec.suite](), make_sim), spec)
+
+
+def adapt_libero(env: Libero, spec: LiberoSpec) -> Adapted:
+    """With its contract, its options and the suite's step limit."""
     native = Contract(
         {STATE: Feature((8,), "float32", names=_STATE_NAMES)},
         Feature((7,), "float32", names=_ACTION_NAMES, low=(-1.0,), high=(1.0,)),
         RATE_HZ,
     )
-    return apply_options(env, spec, RATE_HZ, native=native)
+    return apply_options(env, spec.replace(max_steps=spec.step_limit), RATE_HZ, native=native)

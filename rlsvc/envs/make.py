@@ -80,6 +80,12 @@ def _make_libero(spec: Any) -> Any:
     return make_libero(spec)
 
 
+def _make_aloha(spec: Any) -> Any:
+    from rlsvc.envs.aloha import make_aloha
+
+    return make_aloha(spec)
+
+
 def _make_plugin(spec: Any) -> Any:
     env = plugin(spec.name).make(spec)
     if hasattr(env, "contract"):
@@ -98,4 +104,5 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "dm_control": _make_dm_control,
     "maniskill": _make_maniskill,
     "libero": _make_libero,
+    "aloha": _make_aloha,
 }

@@ -75,7 +75,7 @@ def apply_options(
         env = _resized(env, spec.image_size)
     if spec.frame_stack > 1:
         env = wrappers.FrameStackObservation(env, spec.frame_stack)
-    return Adapted(env, rate_hz / spec.action_repeat, spec.frame_stack, native)
+    return Adapted(env, rate_hz / spec.action_repeat, spec.frame_stack, native, spec.rename)
 
 
 def _resized(env: gymnasium.Env, size: int) -> gymnasium.Env:

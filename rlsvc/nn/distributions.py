@@ -1,8 +1,9 @@
-"""Two-hot heads over symlog bins, and the Gaussian that a tanh squashes.
+"""Two-hot heads over symlog bins, histograms of a Gaussian (HL-Gauss), and the Gaussian that a tanh squashes.
 
 A scalar x is learned as a distribution over K evenly spread bins of symlog(x) = sign(x) ln(1 + |x|)
 (Hafner et al., arXiv:2301.04104, eq. 8-10): the target puts its weight on the two bins next to it, the loss is the
-cross-entropy, and the prediction is symexp of the expected bin.
+cross-entropy, and the prediction is symexp of the expected bin. HL-Gauss (Farebrother et al., arXiv:2403.03950, section
+3.1) spreads the target over more of them, and knows no symlog.
 
 Letters: K bins, A action dimensions.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from rlsvc.nn.layers import along_last
 
@@ -71,6 +72,53 @@ class TwoHot:
             return logits[..., 0]
         values = jnp.asarray(np.linspace(self.low, self.high, self.bins), logits.dtype)
         return symexp((jax.nn.softmax(logits, axis=-1) * along_last(values, logits)).sum(-1))
+
+
+@dataclass(frozen=True)
+class HLGauss:
+    """A head over `bins` of one width from `low` to `high`, learned from the histogram of a Gaussian around the target.
+
+    The Gaussian is cut at the ends of the support: a bin's weight is its share of what lies within.
+
+    Attributes:
+        bins: K, at least 2.
+        low: lower end of the first bin.
+        high: upper end of the last bin.
+        sigma_ratio: standard deviation, in widths of a bin; 0.75 is what the paper found to do well.
+    """
+
+    bins: int = 101
+    low: float = -1.0
+    high: float = 1.0
+    sigma_ratio: float = 0.75
+
+    @property
+    def width(self) -> int:
+        """Outputs that a net needs."""
+        return self.bins
+
+    def outside(self, x: Float[Array, "*n"]) -> Bool[Array, "*n"]:
+        """Which targets lie beyond the support; they are learned as its ends."""
+        return (x < self.low) | (x > self.high)
+
+    def weights(self, x: Float[Array, "*n"]) -> Float[Array, "*n k"]:
+        """The histogram that is the target of a value; it sums to 1."""
+        step = (self.high - self.low) / self.bins
+        edges = jnp.asarray(np.linspace(self.low, self.high, self.bins + 1), x.dtype)
+        x = jnp.clip(x, self.low, self.high)[..., None]
+        # Twice the distribution function, less 1: the ratio is the same.
+        cdf = jax.scipy.special.erf((along_last(edges, x) - x) / (math.sqrt(2) * self.sigma_ratio * step))
+        return jnp.diff(cdf) / (cdf[..., -1:] - cdf[..., :1])
+
+    def loss(self, logits: Float[Array, "*n k"], x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+        """Cross-entropy of logits against values."""
+        return jax.nn.logsumexp(logits, axis=-1) - (self.weights(x) * logits).sum(-1)
+
+    def mean(self, logits: Float[Array, "*n k"]) -> Float[Array, "*n"]:
+        """Values that logits stand for: the expected middle of a bin."""
+        half = (self.high - self.low) / self.bins / 2
+        middles = jnp.asarray(np.linspace(self.low + half, self.high - half, self.bins), logits.dtype)
+        return (jax.nn.softmax(logits, axis=-1) * along_last(middles, logits)).sum(-1)
 
 
 def bounded_log_std(x: Array, low: float, high: float) -> Array:

@@ -16,6 +16,7 @@ Letters: B batch, T observation steps, H horizon, A action dimensions, E feature
 from __future__ import annotations
 
 from functools import cached_property
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -187,6 +188,9 @@ def sample(
 
 class DiffusionPolicy:
     """The policy of `rlsvc.policies.api`, static and hashable; weights are the nnx state of a DiffusionNet."""
+
+    narrow = ""
+    compiler_options: ClassVar = {}
 
     def __init__(self, spec: DiffusionSpec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the contract fits the specification.

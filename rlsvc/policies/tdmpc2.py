@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +205,8 @@ class TDMPC2Policy:
     """
 
     unroll: int | None = None
+    narrow = ""
+    compiler_options: ClassVar = {}
 
     def __init__(self, spec: TDMPC2PolicySpec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:
         """Check that the nets can be built for this contract.

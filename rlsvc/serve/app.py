@@ -168,7 +168,9 @@ def _error(refusal: RequestError) -> dict[str, Any]:
 
 
 async def _converse(socket: WebSocket, service: PolicyService) -> None:
-    await socket.send_bytes(pack({**service.describe(), "server": "rlsvc"}))
+    # A robot's runtime looks for what it needs beside the policy's name (ALOHA: `reset_pose`).
+    metadata = {} if service.runner.robot is None else service.runner.robot.metadata
+    await socket.send_bytes(pack({**metadata, **service.describe(), "server": "rlsvc"}))
     step = 0
     previous_ms: float | None = None
     while True:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlsvc.core.types import MALFORMED
+
 if TYPE_CHECKING:
     from rlsvc.runner import Runner
 
@@ -34,6 +36,7 @@ class Answer:
         queue_s: seconds it waited for its batch.
         model_s: seconds the batch took.
         batch_size: rows in the batch.
+        malformed: why what the policy said was no action, where it is an action that holds the robot still; else "".
     """
 
     action: np.ndarray
@@ -41,6 +44,22 @@ class Answer:
     queue_s: float
     model_s: float
     batch_size: int
+    malformed: str = ""
+
+
+class NoActionError(RuntimeError):
+    """What the policy said is no action, and there is none that holds the robot still.
+
+    Attributes:
+        reason: as in `rlsvc.data.fast_tokenizer.MalformedActionError`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the policy's tokens are no actions ({reason}): keep the robot still, and ask again with another seed or "
+            "observation; a policy with policy.hold_action answers with that instead"
+        )
+        self.reason = reason
 
 
 @dataclass
@@ -93,6 +112,7 @@ class Batcher:
 
         Raises:
             OverloadedError: too many rows wait, or the batcher is closed.
+            NoActionError: what the policy said for this row is no action.
             Exception: whatever the runner raised for this row.
         """
         if self._closed:
@@ -164,7 +184,7 @@ class Batcher:
         for row, answer in zip(rows, answers, strict=True):
             _deliver(row, answer)
 
-    def _call(self, rows: list[_Row], start: float) -> list[Answer]:
+    def _call(self, rows: list[_Row], start: float) -> list[Answer | NoActionError]:
         observation = {key: np.stack([row.observation[key] for row in rows]) for key in rows[0].observation}
         seeds = np.array([row.seed for row in rows], np.int64)
         steps = np.array([row.step for row in rows], np.int64)
@@ -174,10 +194,15 @@ class Batcher:
         shape = (len(rows), contract.action_horizon, *contract.action.shape)
         if chunk.action.shape != shape:
             raise RuntimeError(f"the policy returned actions of shape {chunk.action.shape}, its contract says {shape}")
-        if not np.isfinite(chunk.action).all():
+        reasons = [str(reason) for reason in chunk.extras.get(MALFORMED, [""] * len(rows))]
+        finite = [bool(np.isfinite(action).all()) for action in chunk.action]
+        if any(not ok and not reason for ok, reason in zip(finite, reasons, strict=True)):
             raise RuntimeError("the policy returned actions that are not finite")
         return [
-            Answer(chunk.action[i], chunk.version, start - row.since, model_s, len(rows)) for i, row in enumerate(rows)
+            Answer(chunk.action[i], chunk.version, start - row.since, model_s, len(rows), reasons[i])
+            if finite[i]
+            else NoActionError(reasons[i])
+            for i, row in enumerate(rows)
         ]
 
 

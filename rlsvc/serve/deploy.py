@@ -18,7 +18,7 @@ from rlsvc.serve.preflight import check_resources, local_cpus, local_gpus
 from rlsvc.serve.service import ServeSettings
 
 if TYPE_CHECKING:
-    from rlsvc.runner import Runner
+    from rlsvc.runner import ServedRunner
 
 APP = "rlsvc"
 
@@ -41,7 +41,7 @@ class Deployment:
     """
 
     name: str
-    load: Callable[[], Runner]
+    load: Callable[[], ServedRunner]
     host: str = "127.0.0.1"
     port: int = 8000
     replicas: int = 1

@@ -53,6 +53,12 @@ class Metrics:
             "rlsvc_policy_info", "1, with the served version as a label.", (*names, "version"), registry=self.registry
         )
         info.labels(**self._labels, version=version).set(1)
+        self._malformed = Counter(
+            "rlsvc_malformed",
+            "Chunks that the policy said in tokens that are no actions, by reason.",
+            (*names, "reason"),
+            registry=self.registry,
+        )
         # Present from the start: an alarm on a counter that has never moved needs the zero.
         for transport in ("http", "websocket"):
             self._requests.labels(**self._labels, transport=transport)
@@ -68,6 +74,10 @@ class Metrics:
     def refused(self, reason: str) -> None:
         """One request refused; reasons are the few words of `codec.RequestError`, never a client's text."""
         self._refused.labels(**self._labels, reason=reason).inc()
+
+    def malformed(self, reason: str) -> None:
+        """One chunk of tokens that are no actions."""
+        self._malformed.labels(**self._labels, reason=reason).inc()
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

@@ -70,7 +70,7 @@ ACT_RESPONSES: dict[int | str, dict[str, Any]] = {
     413: _answer("The body is over the limit.", _ERROR_SCHEMA),
     415: _answer("Neither JSON nor msgpack.", _ERROR_SCHEMA),
     422: _answer("The observation does not fit the contract.", _ERROR_SCHEMA),
-    500: _answer("A bug here; the id is in the log.", _ERROR_SCHEMA),
+    500: _answer("What the policy said is no action, or a bug here, whose id is in the log.", _ERROR_SCHEMA),
     503: _answer("Too many requests wait; see Retry-After.", _ERROR_SCHEMA),
     504: _answer("The policy did not answer in time.", _ERROR_SCHEMA),
 }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from rlsvc.runner import Runner
+    from rlsvc.runner import ServedRunner
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
@@ -31,7 +31,7 @@ class BundleLoader:
         self._path = path
         self._options = {"batch_sizes": batch_sizes(max_batch), "device": device, "group": group}
 
-    def __call__(self) -> Runner:
+    def __call__(self) -> ServedRunner:
         """The runner, verified and ready to be warmed up."""
         from rlsvc.runner import PolicyRunner
 
@@ -50,7 +50,7 @@ class PolicyReplica:
     the Serve controller dies this replica goes on answering.
     """
 
-    async def __init__(self, name: str, load: Callable[[], Runner], settings: ServeSettings) -> None:
+    async def __init__(self, name: str, load: Callable[[], ServedRunner], settings: ServeSettings) -> None:
         """Load and compile; Serve sends no request before this is over.
 
         Args:

@@ -10,12 +10,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from rlsvc.core.errors import ContractError
-from rlsvc.serve.batcher import Answer, Batcher, OverloadedError
+from rlsvc.data.repack import repack
+from rlsvc.serve.batcher import Answer, Batcher, NoActionError, OverloadedError
 from rlsvc.serve.codec import ActRequest, RequestError
 from rlsvc.serve.metrics import Metrics
 
 if TYPE_CHECKING:
-    from rlsvc.runner import Runner
+    from rlsvc.runner import ServedRunner
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class PolicyService:
         metrics: what was counted.
     """
 
-    def __init__(self, name: str, runner: Runner, settings: ServeSettings, replica: str = "local") -> None:
+    def __init__(self, name: str, runner: ServedRunner, settings: ServeSettings, replica: str = "local") -> None:
         """Take a runner that is loaded and warm."""
         self.name = name
         self.runner = runner
@@ -68,7 +69,13 @@ class PolicyService:
 
     def describe(self) -> dict[str, Any]:
         """What a client must know before it sends an observation: plain JSON types."""
-        return {"name": self.name, "version": self.runner.version, "contract": self.runner.contract.to_json()}
+        robot = self.runner.robot
+        return {
+            "name": self.name,
+            "version": self.runner.version,
+            "contract": self.runner.contract.to_json(),
+            "robot": None if robot is None else robot.model_dump(mode="json"),
+        }
 
     async def act(self, request: ActRequest, *, transport: str, received: float) -> Answer:
         """Check, act and count.
@@ -80,11 +87,13 @@ class PolicyService:
 
         Raises:
             RequestError: the observation does not fit the contract (422), too many requests wait (503), the policy did
-            not answer
-                in time (504), or failed (500, with an id that is in the log beside the traceback).
+                not answer in time (504), said what is no action (500, with the reason), or failed (500, with an id that
+                is in the log beside the traceback).
         """
         try:
-            observation = self.runner.contract.check_observation(request.observation)
+            contract, robot = self.runner.contract, self.runner.robot
+            asked = request.observation if robot is None else repack(request.observation, robot, contract)
+            observation = contract.check_observation(asked)
         except ContractError as error:
             raise RequestError(422, "observation", str(error)) from error
         try:
@@ -92,12 +101,17 @@ class PolicyService:
                 answer = await self._batcher.act(observation, request.seed, request.step or 0)
         except OverloadedError as error:
             raise RequestError(503, "overloaded", f"{error}; try again later") from error
+        except NoActionError as error:
+            self.metrics.malformed(error.reason)
+            raise RequestError(500, "malformed_action", str(error)) from error
         except TimeoutError as error:
             raise RequestError(
                 504, "deadline", f"the policy did not answer within {self.settings.deadline_s:g} s"
             ) from error
         except Exception as error:
             raise internal_error(error) from error
+        if answer.malformed:
+            self.metrics.malformed(answer.malformed)
         wire_s = max(0.0, perf_counter() - received - answer.queue_s - answer.model_s)
         self.metrics.answered(
             transport, wire_s=wire_s, queue_s=answer.queue_s, model_s=answer.model_s, batch_size=answer.batch_size

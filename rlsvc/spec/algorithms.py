@@ -12,6 +12,7 @@ from typing import Any
 from rlsvc.spec.base import Spec
 from rlsvc.spec.imitation import ImitationSpec
 from rlsvc.spec.tdmpc2 import TDMPC2Spec
+from rlsvc.spec.value_function import ValueFunctionSpec
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Entry:
         path: `module:class` of the algorithm.
         policies: names of the policies that it trains.
         hooks: its hooks, which phases name.
+        acts: whether what it trains acts, and so can be tried in an environment.
         sequence_length: steps of the sequences that it draws from a replay, given the policy's specification; None for
         an
             algorithm that draws windows from demonstrations.
@@ -34,6 +36,7 @@ class Entry:
     path: str
     policies: tuple[str, ...]
     hooks: tuple[str, ...] = ("update",)
+    acts: bool = True
     sequence_length: Callable[[Any], int] | None = None
     extras: Callable[[Any], tuple[str, ...]] = lambda algo: ()
 
@@ -43,12 +46,15 @@ def _tdmpc2_extras(algo: TDMPC2Spec) -> tuple[str, ...]:
 
 
 ALGORITHMS: dict[str, Entry] = {
-    "imitation": Entry(ImitationSpec, "rlsvc.algos.imitation:Imitation", ("diffusion",)),
+    "imitation": Entry(ImitationSpec, "rlsvc.algos.imitation:Imitation", ("diffusion", "pi0", "pi0_fast")),
     "tdmpc2": Entry(
         TDMPC2Spec,
         "rlsvc.algos.tdmpc2:TDMPC2",
         ("tdmpc2",),
         sequence_length=lambda policy: policy.horizon,
         extras=_tdmpc2_extras,
+    ),
+    "value_function": Entry(
+        ValueFunctionSpec, "rlsvc.algos.value_function:ValueLearning", ("value_mlp", "value_vlm"), acts=False
     ),
 }

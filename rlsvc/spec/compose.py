@@ -45,6 +45,11 @@ def experiments() -> list[str]:
     return sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
 
 
+def robots() -> list[str]:
+    """Names of the robots that ship."""
+    return sorted(file.stem for file in (CONFIGS / "robot").glob("*.yaml"))
+
+
 def compose(words: Sequence[str]) -> RunSpec:
     """The RunSpec that these words describe.
 
@@ -78,6 +83,9 @@ def compose_dict(words: Sequence[str]) -> dict[str, Any]:
         )
     elif named[0] not in experiments():
         raise unknown_name("experiment", named[0], experiments())
+    for robot in [word.split("=", 1)[1] for word in words if word.startswith("robot=")]:
+        if robot not in (*robots(), "null"):
+            raise unknown_name("robot", robot, robots())
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):

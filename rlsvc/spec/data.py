@@ -7,8 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
+from rlsvc.spec.robot import Keys
 
-NormalizationMode = Literal["mean_std", "min_max", "quantile", "identity"]
+NormalizationMode = Literal["mean_std", "min_max", "quantile", "openpi_quantile", "identity"]
 
 
 class DatasetSpec(Spec):
@@ -26,6 +27,11 @@ class DatasetSpec(Spec):
     """Only these episodes; null takes all."""
     group: str = "default"
     """Datasets of one group share a normaliser."""
+    success: bool | None = None
+    """Whether all of its episodes succeeded (demonstrations mostly did); null asks the column `data.success`."""
+    keys: Keys = Field(default_factory=dict)
+    """By the run's feature name what this dataset calls it, where that differs (`{observation.state: state}`); vectors
+    in a list are joined (`{observation.state: [joint_position, gripper_position]}`)."""
 
 
 class DataSpec(Spec):
@@ -40,7 +46,10 @@ class DataSpec(Spec):
     reward: str | None = None
     """Feature name of the reward, for algorithms that learn from it; null takes 0 everywhere."""
     terminated: str | None = None
-    """Feature name of a flag that is true at a step that ended its episode for good; null takes every end for a cut."""
+    """Feature name of a flag that is true at a step that ended its episode for good; null takes every end for a cut
+    (for returns, where it is known which episodes succeeded, for the outcome)."""
+    success: str | None = None
+    """Feature name of a flag whose value at the last step of an episode says whether it succeeded; for returns."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the episodes whose loss is logged and never trained on."""
     heldout_fraction: float = Field(default=0.0, ge=0, lt=1)
@@ -50,7 +59,11 @@ class DataSpec(Spec):
     max_train_episodes: int | None = Field(default=None, ge=1)
     """At most so many training episodes of each dataset; null takes all."""
     normalization: dict[str, NormalizationMode] = Field(default_factory=dict)
-    """By feature name; a feature that is not named takes min_max (images: 0..255 to -1..1)."""
+    """By feature name; a feature that is not named takes min_max (images: 0..255 to -1..1). `return` is the target of a
+    value function."""
+    norm_stats: str | None = None
+    """openpi's norm_stats.json, or its folder: its statistics take the place of the data's, in every group. The modes
+    are then mean_std, as pi0 has it, or openpi_quantile, as pi0.5 and pi0-FAST. null computes them from the data."""
     placement: Literal["auto", "device", "host"] = "auto"
     """Where windows are cut: device keeps the whole dataset in accelerator memory; auto does so when it fits."""
 

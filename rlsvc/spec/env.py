@@ -7,11 +7,18 @@ subclass of EnvBase whose `name` is that name) and `make(spec) -> gymnasium.Env`
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
-from rlsvc.core.errors import UserError, unknown_name
+from rlsvc.core.errors import UserError, nearest, unknown_name
 from rlsvc.spec.base import Spec
 
 ENTRY_POINTS = "rlsvc.envs"
@@ -50,6 +57,8 @@ class EnvBase(Spec):
     """Newest observations seen as one, oldest first: images along their channels, vectors end to end."""
     import_module: str | None = None
     """Python module to import first, one that registers environments."""
+    rename: dict[str, str] = Field(default={})
+    """Other names of observations, by the names that they have here: those of the dataset or bundle."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Time after which a simulator in a process of its own counts as hanging; making and resetting it get ten times
     that, making it at least a minute."""
@@ -65,6 +74,11 @@ class EnvBase(Spec):
     def own_process(self) -> bool:
         """Whether each simulator runs in a process of its own."""
         return self.isolation == "process" or self.runtime is not None
+
+    @property
+    def task_count(self) -> int | None:
+        """N tasks among which the seed of an episode chooses, s modulo N; None is not known before it is made."""
+        return 1
 
     @model_validator(mode="after")
     def _memory_needs_a_process(self) -> Self:
@@ -107,6 +121,20 @@ class DMControlSpec(EnvBase):
     """Arguments of the task."""
 
 
+class AlohaSpec(EnvBase):
+    """A simulated task of ALOHA: two arms, a camera above the table; reward 0 to 4 by stage, success at 4."""
+
+    name: Literal["aloha"] = "aloha"
+    task: Literal["transfer_cube", "insertion"] = "transfer_cube"
+    """transfer_cube: the right arm hands a cube to the left one; insertion: the right arm puts a peg into the socket
+    that the left one holds."""
+    prompt: str | None = Field(default=None, min_length=1)
+    """The instruction; null has the task's own, "Transfer cube" or "Insert the peg into the socket"."""
+    max_steps: int | None = Field(default=400, ge=1)
+    """Control steps (50 Hz) after which an episode is cut off: 400 is what ACT and LeRobot report (ACT 500 for
+    insertion from human demonstrations); gym-aloha itself stops at 300."""
+
+
 class ManiSkillSpec(EnvBase):
     """A task of ManiSkill 3. It needs a Vulkan device, also for state observations."""
 
@@ -124,8 +152,10 @@ class ManiSkillSpec(EnvBase):
 
     @model_validator(mode="after")
     def _gpu_is_one_simulation(self) -> Self:
-        if self.backend == "gpu" and (self.own_process or self.frame_stack > 1):
-            raise ValueError("backend: gpu steps all environments at once, in the worker and without frame_stack")
+        if self.backend == "gpu" and (self.own_process or self.frame_stack > 1 or self.rename):
+            raise ValueError(
+                "backend: gpu steps all environments at once, in the worker, without frame_stack or rename"
+            )
         return self
 
 
@@ -134,28 +164,101 @@ LIBERO_RUNTIME = RuntimeSpec(
 )
 
 
+class LiberoSuite(NamedTuple):
+    """One of LIBERO's own suites."""
+
+    tasks: int
+    """How many."""
+    max_steps: int
+    """Steps that published evaluations give an episode: a little more than the longest demonstration."""
+
+
+LIBERO_SUITES: dict[str, LiberoSuite] = {
+    "libero_spatial": LiberoSuite(10, 220),
+    "libero_object": LiberoSuite(10, 280),
+    "libero_goal": LiberoSuite(10, 300),
+    "libero_10": LiberoSuite(10, 520),
+    "libero_90": LiberoSuite(90, 400),
+}
+"""The step limits are openpi's."""
+
+OPENPI_LIBERO_KEYS = {
+    "observation.images.image": "observation/image",
+    "observation.images.image2": "observation/wrist_image",
+    "observation.state": "observation/state",
+    "task": "prompt",
+}
+"""What openpi's LIBERO client calls these features."""
+
+
+def _known_names(value: Any) -> Any:
+    if value == "openpi":
+        return dict(OPENPI_LIBERO_KEYS)
+    if isinstance(value, str):
+        raise ValueError(f"got '{value}', expected openpi, or names by name")
+    return value
+
+
 class LiberoSpec(EnvBase):
-    """A task of LIBERO, with two cameras, the robot's state and the instruction; it lives in a runtime of its own."""
+    """LIBERO's tasks, with two cameras, the robot's state and the instruction; it lives in a runtime of its own."""
 
     name: Literal["libero"] = "libero"
     suite: str = "libero_spatial"
     """libero_spatial, libero_object, libero_goal, libero_10, libero_90, or a variation of LIBERO-PRO."""
-    task: int = Field(default=0, ge=0)
-    """Number of the task in its suite."""
+    task: int | None = Field(default=None, ge=0)
+    """Number of the task in its suite; null has all N tasks: the episode with seed s is of task s modulo N, and begins
+    at its recorded initial state s // N."""
     settle_steps: int = Field(default=10, ge=0)
-    """Steps without motion at the start of an episode, in which objects come to rest."""
-    image_size: int | None = Field(default=128, ge=8)
-    """Width and height of the cameras, px."""
-    max_steps: int | None = Field(default=300, ge=1)
-    """Steps after which an episode is truncated."""
+    """Steps without motion, the gripper open, at the start of an episode, in which objects come to rest."""
+    image_size: int | None = Field(default=256, ge=8)
+    """Width and height of the cameras, px; the datasets have 256."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Steps after which an episode is truncated, without those in which objects come to rest; null takes the published
+    limit of the suite: 220 spatial, 280 object, 300 goal, 520 libero_10, 400 libero_90."""
+    rename: Annotated[dict[str, str], BeforeValidator(_known_names)] = Field(default={})
+    """Other names of observations, by their names here; `openpi` has the keys of its LIBERO client
+    (observation/image, observation/wrist_image, observation/state, prompt)."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Time after which the simulator counts as hanging; making and resetting it get ten times that, making it
     at least a minute."""
     runtime: RuntimeSpec | None = LIBERO_RUNTIME
     """Its packages: about 2 GB, installed on first use."""
 
+    @property
+    def base(self) -> str | None:
+        """The suite of LIBERO's own that `suite` is, or is a variation of; None for neither."""
+        named = [name for name in LIBERO_SUITES if self.suite == name or self.suite.startswith(f"{name}_")]
+        return max(named, key=len, default=None)
 
-BuiltIn = PushTSpec | GymnasiumSpec | DMControlSpec | ManiSkillSpec | LiberoSpec
+    @property
+    def step_limit(self) -> int:
+        """Steps of the policy that an episode has at most."""
+        assert self.max_steps is not None or self.base is not None
+        return self.max_steps or LIBERO_SUITES[self.base or ""].max_steps
+
+    @property
+    def task_count(self) -> int | None:
+        """See EnvBase; not known of a whole variation of LIBERO-PRO."""
+        if self.task is not None:
+            return 1
+        return LIBERO_SUITES[self.suite].tasks if self.suite in LIBERO_SUITES else None
+
+    @model_validator(mode="after")
+    def _fits_the_suite(self) -> Self:
+        if self.base is None and self.max_steps is None:
+            guess = nearest(self.suite, LIBERO_SUITES)
+            hint = f" (did you mean '{guess}'?)" if guess else ""
+            raise ValueError(
+                f"suite: '{self.suite}' is no variation of {', '.join(LIBERO_SUITES)}{hint}; if LIBERO-PRO has it, "
+                "give max_steps, for which there is no published number"
+            )
+        own = LIBERO_SUITES.get(self.suite)
+        if own and self.task is not None and self.task >= own.tasks:
+            raise ValueError(f"task: got {self.task}, expected 0 to {own.tasks - 1} in {self.suite}")
+        return self
+
+
+BuiltIn = PushTSpec | GymnasiumSpec | DMControlSpec | ManiSkillSpec | LiberoSpec | AlohaSpec
 SPECS: dict[str, type[EnvBase]] = {cls.model_fields["name"].default: cls for cls in get_args(BuiltIn)}
 
 

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from rlsvc.spec.base import Spec
 from rlsvc.spec.optim import EmaSpec, OptimizerSpec, ScheduleSpec
+from rlsvc.spec.value_function import AdvantageSpec
+from rlsvc.spec.weights import WeightsSpec
 
 
 class ImitationSpec(Spec):
@@ -24,3 +26,9 @@ class ImitationSpec(Spec):
     """Of the learning rate."""
     ema: EmaSpec | None = EmaSpec()
     """null trains and acts with the raw weights."""
+    weights: WeightsSpec | None = None
+    """Trained weights to fine-tune; null begins with fresh ones."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions of weights that are not trained ("vision.*"); what a low-rank adaptation adapts never is."""
+    advantage: AdvantageSpec | None = None
+    """By which steps it learns, as a value function judges them; null takes all."""

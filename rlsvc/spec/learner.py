@@ -10,10 +10,15 @@ from rlsvc.spec.base import Spec
 
 
 class LearnerSpec(Spec):
-    """The learner group: a Ray Train group of `ranks` processes, data parallel."""
+    """The learner group: a Ray Train group of `ranks` processes, data parallel where not said otherwise."""
 
     ranks: int = Field(default=1, ge=1)
-    """Processes; every one holds the weights and takes a share of each batch."""
+    """Processes; every one takes a share of each batch."""
+    fsdp: int = Field(default=1, ge=1)
+    """Devices that share one copy of the weights and of the optimizer's state, each with a part of them, for models
+    that do not fit one device; divides the devices of all ranks. 1 has all of them on every device."""
+    tensor: int = Field(default=1, ge=1)
+    """Devices that share every product of the large layers; divides likewise."""
     cpus_per_rank: float = Field(default=1.0, gt=0)
     """That Ray holds for a rank."""
     gpus_per_rank: float | None = Field(default=None, ge=0)

@@ -22,6 +22,9 @@ class OptimizerSpec(Spec):
     """Decoupled weight decay, AdamW only."""
     grad_clip: float | None = Field(default=None, gt=0)
     """Largest global gradient norm; null does not clip."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Type in which both moments are kept; bf16 takes half the memory, and is rounded at random, so that small changes
+    are not lost."""
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches that one update averages over; must divide the batch size."""
 

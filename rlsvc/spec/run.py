@@ -14,12 +14,19 @@ from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.env import EnvSpec
 from rlsvc.spec.learner import CheckpointSpec, EvaluationSpec, LearnerSpec
 from rlsvc.spec.phases import COLLECT, EVALUATE, PhaseSpec
+from rlsvc.spec.pi0 import Pi0Spec
+from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.replay import ReplaySpec
+from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
+from rlsvc.spec.value_function import ValueMlpSpec, ValueVlmSpec
 
-PolicySpec = Annotated[DiffusionSpec | TDMPC2PolicySpec, Field(discriminator="name")]
+PolicySpec = Annotated[
+    DiffusionSpec | Pi0Spec | Pi0FastSpec | TDMPC2PolicySpec | ValueMlpSpec | ValueVlmSpec,
+    Field(discriminator="name"),
+]
 if TYPE_CHECKING:
     AlgoSpec = Any
 else:
@@ -55,11 +62,13 @@ class RunSpec(Spec):
     log_interval: int = Field(default=100, ge=1)
     """Clock steps between logged metrics, which are means over them."""
     policy: PolicySpec
-    """What acts."""
+    """What acts, or judges: value_mlp or value_vlm stands here in the run of a value function."""
     algo: AlgoSpec
     """How it learns."""
     data: DataSpec | None = None
     """Demonstrations that it learns from; null for a run that learns from its own rollouts alone."""
+    robot: RobotSpec | None = None
+    """Whose data this is and whose runtime asks the served policy; null learns and answers in the data's own terms."""
     env: EnvSpec | None = None
     """Where the policy collects and is evaluated; null trains without evaluation."""
     rollout: RolloutSpec = RolloutSpec()
@@ -107,9 +116,27 @@ class RunSpec(Spec):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         entry = ALGORITHMS[self.algo.name]
+        adapted = [name for name in ("lora_backbone", "lora_expert") if getattr(self.policy, name, None) is not None]
+        if adapted and getattr(self.algo, "ema", None) is not None:
+            raise ValueError(
+                f"algo.ema: got an average, expected null with policy.{adapted[0]}: the averages of two factors do not "
+                "give the average of their product"
+            )
+        advantage = getattr(self.algo, "advantage", None)
+        conditions = advantage is not None and advantage.mode == "condition"
+        if conditions != getattr(self.policy, "advantage_in_prompt", False):
+            raise ValueError(
+                f"policy.advantage_in_prompt: got {not conditions}, expected {conditions}: prompts of pi0 and pi0_fast "
+                "tell the advantages that algo.advantage finds in mode condition, and no others"
+            )
         if self.policy.name not in entry.policies:
             raise ValueError(
                 f"policy.name: algo {self.algo.name} trains {' or '.join(entry.policies)}, got {self.policy.name}"
+            )
+        if self.env is not None and not entry.acts:
+            raise ValueError(
+                f"env: algo {self.algo.name} trains what does not act, so there is nothing to try in an environment; "
+                "leave env out"
             )
         parts = self.learner.ranks * (self.algo.optimizer.accumulation if hasattr(self.algo, "optimizer") else 1)
         if self.algo.batch_size % parts:
@@ -118,6 +145,7 @@ class RunSpec(Spec):
                 f"learner.ranks x algo.optimizer.accumulation = {parts}"
             )
         self._check_phases()
+        self._check_robot()
         if self.data is not None:
             groups = sorted({dataset.group for dataset in self.data.datasets})
             group = self.evaluation.group
@@ -126,6 +154,17 @@ class RunSpec(Spec):
         if self.resume and self.overwrite:
             raise ValueError("resume, overwrite: choose one; resume goes on with the run, overwrite deletes it first")
         return self
+
+    def _check_robot(self) -> None:
+        if self.robot is None:
+            return
+        if ALGORITHMS[self.algo.name].sequence_length is not None:
+            raise ValueError(f"robot: {self.algo.name} takes the numbers as they are; a robot goes with imitation")
+        if self.robot.execute is not None and self.robot.execute > self.policy.n_action_steps:
+            raise ValueError(
+                f"policy.n_action_steps: got {self.policy.n_action_steps}, robot '{self.robot.name}' executes "
+                f"{self.robot.execute} actions of a chunk (robot.execute)"
+            )
 
     def _check_phases(self) -> None:
         entry = ALGORITHMS[self.algo.name]

@@ -1,7 +1,9 @@
 """PolicyBundle: a trained policy as a folder that can be checked, moved and served.
 
-    bundle.json         schema version, id, policy, precision, contract, normaliser, run, versions, sha256 of each file
+    bundle.json         schema version, id, policy, precision, contract, normaliser, robot, run, versions, and of each
+                        file the sha256
     params.safetensors  weights by name
+    ...                 what else the policy needs, named in the manifest (tokenizer.model)
 
 No pickle anywhere. A bundle is written under a temporary name, synced to disk and renamed, so that a partial one never
 has the final name; reading verifies every byte against the manifest before it is used.
@@ -21,14 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import BundleError
 from rlsvc.data.normalize import Normalizer
+from rlsvc.data.transforms import RobotTransforms
+from rlsvc.spec.robot import RobotSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READS = (1, 2)
+"""Schema versions: 1 had no robot."""
 META, PARAMS = "bundle.json", "params.safetensors"
 PACKAGES = ("rlsvc", "jax", "flax", "numpy")
 MAX_META_BYTES = 64 * 2**20
@@ -46,6 +53,7 @@ class Bundle:
         params: weights by name.
         run: which run and step made it, and its metrics.
         path: the folder.
+        robot: whose numbers the policy learnt, and how its runtime calls them; None where it learnt them as they are.
     """
 
     id: str
@@ -56,6 +64,7 @@ class Bundle:
     params: dict[str, np.ndarray]
     run: dict[str, Any]
     path: Path
+    robot: RobotSpec | None = None
 
 
 def write_bundle(
@@ -67,14 +76,20 @@ def write_bundle(
     params: Mapping[str, np.ndarray],
     precision: str = "fp32",
     run: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    robot: RobotSpec | None = None,
 ) -> Path:
     """Write a bundle; a folder already there under this name is replaced only once the new one is whole.
 
+    `files`: what else the policy needs (a tokenizer), by plain file name.
+
     Raises:
         BundleError: the normaliser does not cover the contract, or a weight is not finite.
+        ContractError: the robot does not fit the contract.
         OSError: the disk is full or not writable; nothing is left under the final name.
     """
     normalizer.check_contract(contract)
+    RobotTransforms(robot).check(contract)
     for name, value in params.items():
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             raise BundleError(f"weight '{name}' is not finite; the bundle is not written")
@@ -85,14 +100,20 @@ def write_bundle(
     partial.mkdir()
     try:
         data = save({name: np.ascontiguousarray(value) for name, value in params.items()})
-        _write_synced(partial / PARAMS, data)
+        contents = {PARAMS: data, **(files or {})}
+        for name, content in contents.items():
+            _write_synced(partial / name, content)
         meta: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "policy": dict(policy),
             "precision": precision,
             "contract": contract.to_json(),
             "normalizer": normalizer.to_json(),
-            "manifest": {PARAMS: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}},
+            "robot": None if robot is None else robot.model_dump(mode="json"),
+            "manifest": {
+                name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+                for name, content in contents.items()
+            },
         }
         meta |= {"id": _id(meta), "run": dict(run or {}), "versions": _versions()}
         _write_synced(partial / META, json.dumps(meta, indent=1, allow_nan=False).encode())
@@ -128,7 +149,10 @@ def read_bundle(path: str | Path) -> Bundle:
         manifest = dict(meta["manifest"])
         contract, normalizer = Contract.from_json(meta["contract"]), Normalizer.from_json(meta["normalizer"])
         policy, stated_id = dict(meta["policy"]), str(meta["id"])
+        robot = None if meta.get("robot") is None else _robot(meta["robot"], path)
         precision, run = str(meta["precision"]), dict(meta["run"])
+    except BundleError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BundleError(f"{path / META}: field {error} is missing or malformed") from error
     if PARAMS not in manifest:
@@ -143,7 +167,36 @@ def read_bundle(path: str | Path) -> Bundle:
     except (SafetensorError, ValueError, KeyError) as error:
         raise BundleError(f"{path / PARAMS}: not a safetensors file ({error})") from error
     normalizer.check_contract(contract)
-    return Bundle(stated_id, policy, precision, contract, normalizer, params, run, path)
+    RobotTransforms(robot).check(contract)
+    return Bundle(stated_id, policy, precision, contract, normalizer, params, run, path, robot)
+
+
+def read_contract(path: str | Path) -> Contract:
+    """The contract of a bundle, without its weights.
+
+    Raises:
+        BundleError: not a bundle, or another schema version.
+    """
+    return Contract.from_json(_read_meta(Path(path))["contract"])
+
+
+def read_robot(path: str | Path) -> RobotSpec | None:
+    """The robot of a bundle, without its weights.
+
+    Raises:
+        BundleError: not a bundle, or another schema version.
+    """
+    robot = _read_meta(Path(path)).get("robot")
+    return None if robot is None else _robot(robot, Path(path))
+
+
+def _robot(value: Any, path: Path) -> RobotSpec:
+    try:
+        return RobotSpec.model_validate(value)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in ("robot", *fault["loc"]))
+        raise BundleError(f"{path / META}: '{where}': {fault['msg']}") from error
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
@@ -159,8 +212,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file}: not JSON ({error})") from error
     found = meta.get("schema_version") if isinstance(meta, dict) else None
-    if found != SCHEMA_VERSION:
-        raise BundleError(f"{file}: schema_version is {found!r}, this rlsvc reads {SCHEMA_VERSION}")
+    if found not in READS:
+        raise BundleError(f"{file}: schema_version is {found!r}, this rlsvc reads {' and '.join(map(str, READS))}")
     return meta
 
 
@@ -183,7 +236,8 @@ def _read_verified(path: Path, name: str, entry: Any) -> bytes:
 
 
 def _id(meta: Mapping[str, Any]) -> str:
-    decides = {key: meta[key] for key in ("policy", "precision", "contract", "normalizer", "manifest")}
+    names = ("policy", "precision", "contract", "normalizer", "manifest", "robot")
+    decides = {key: meta[key] for key in names if key != "robot" or meta.get(key) is not None}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 

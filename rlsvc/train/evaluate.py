@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from rlsvc.core.errors import UserError
+from rlsvc.core.types import MALFORMED
 from rlsvc.envs.make import make_env
 from rlsvc.runner import Runner, take_rows
 from rlsvc.spec.env import EnvSpec
@@ -60,7 +61,7 @@ class Evaluation:
     def scores(self, metric: str) -> np.ndarray:
         """[E] float64; metric is max_reward, return, success or length."""
         pick = {
-            "max_reward": lambda e: max(e.rewards),
+            "max_reward": lambda e: max(e.rewards, default=0.0),
             "return": lambda e: sum(e.rewards),
             "success": lambda e: float(e.success),
             "length": lambda e: float(e.length),
@@ -72,15 +73,29 @@ class Evaluation:
         scores = self.scores(metric)
         return share_interval(int(scores.sum()), len(scores)) if metric == "success" else mean_interval(scores.tolist())
 
+    def by_task(self) -> dict[str, Evaluation]:
+        """The episodes of each task by its name, in the order in which they come; one "" where there is one task."""
+        names = dict.fromkeys(episode.task for episode in self.episodes)
+        return {name: Evaluation([e for e in self.episodes if e.task == name]) for name in names}
+
     def metrics(self) -> dict[str, float]:
-        """Means with the bounds of their intervals, `<metric>`, `<metric>_low`, `<metric>_high`."""
+        """Means with the bounds of their intervals, `<metric>`, `<metric>_low`, `<metric>_high`.
+
+        Of several tasks each one's share of successes besides, `task_success/<task>`. The means are over episodes,
+        which are those over tasks where each has as many.
+        For a policy that says its actions as tokens also `malformed_chunks`, how many were none.
+        """
         out: dict[str, float] = {"episodes": float(len(self.episodes))}
         for metric in ("max_reward", "success", "return", "length"):
             interval = self.interval(metric)
             out[metric] = interval.mean
             if math.isfinite(interval.low):
                 out |= {f"{metric}_low": interval.low, f"{metric}_high": interval.high}
-        return out
+        tasks = self.by_task()
+        if len(tasks) > 1:
+            out |= {f"task_success/{name}": float(part.scores("success").mean()) for name, part in tasks.items()}
+        counts = [e.malformed for e in self.episodes if e.malformed is not None]
+        return out | ({"malformed_chunks": float(sum(counts))} if counts else {})
 
     def extremes(self, metric: str) -> dict[str, EpisodeResult]:
         """The best, median and worst episode; ties go to the smaller seed."""
@@ -92,7 +107,14 @@ class Evaluation:
         }
 
 
-def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: int) -> Evaluation:
+def evaluate(
+    runner: Runner,
+    workers: Workers,
+    seeds: Sequence[int],
+    parallel: int,
+    *,
+    finished: Callable[[list[EpisodeResult]], None] | None = None,
+) -> Evaluation:
     """Run one episode for each seed.
 
     Args:
@@ -100,6 +122,7 @@ def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: i
         workers: step the episodes.
         seeds: of the episodes; the policy's noise at control step t follows from (seed, t).
         parallel: episodes side by side, over all workers.
+        finished: told the episodes that have ended, whenever there are more.
 
     Raises:
         UserError: workers were lost in the same wave more than MAX_RETRIES times.
@@ -118,6 +141,8 @@ def evaluate(runner: Runner, workers: Workers, seeds: Sequence[int], parallel: i
                         f"evaluation: {lost}, {MAX_RETRIES + 1} times with the seeds {wave[0]} to {wave[-1]}; "
                         "see the worker's log above"
                     ) from lost
+        if finished is not None:
+            finished(episodes)
     return Evaluation(episodes)
 
 
@@ -126,26 +151,38 @@ def _wave(runner: Runner, workers: Workers, seeds: list[int]) -> list[EpisodeRes
     owner = {int(e): (w, i) for w, share in enumerate(shares) for i, e in enumerate(share)}
     windows = [w for part in workers.call("reset", [([seeds[e] for e in share],) for share in shares]) for w in part]
     active = list(range(len(seeds)))
+    malformed: list[int | None] = [None] * len(seeds)
     steps, carry = 0, None
     while active:
         observation = {key: np.stack([windows[e][key] for e in active]) for key in runner.contract.observation}
         answer = runner.act(observation, np.array([seeds[e] for e in active]), np.full(len(active), steps), carry)
         action = answer.action
         steps += action.shape[1]
+        if (reasons := answer.extras.get(MALFORMED)) is not None:
+            for reason, e in zip(reasons, active, strict=True):
+                malformed[e] = (malformed[e] or 0) + bool(reason)
+        # Without an action there is nothing to execute: the episode ends here, as a failure.
+        given = [row for row in range(len(active)) if reasons is None or not reasons[row] or _finite(action[row])]
         chunks: list[dict[int, np.ndarray]] = [{} for _ in shares]
-        for row, e in enumerate(active):
-            worker, index = owner[e]
+        for row in given:
+            worker, index = owner[active[row]]
             chunks[worker][index] = action[row]
         out = workers.call("step", [(chunk,) for chunk in chunks])
         rows = []
-        for row, e in enumerate(active):
+        for row in given:
+            e = active[row]
             worker, index = owner[e]
             windows[e], done = out[worker][index]
             if not done:
                 rows.append(row)
         active = [active[row] for row in rows]
         carry = take_rows(answer.carry, rows)
-    return [result for part in workers.call("results", [() for _ in shares]) for result in part]
+    results = [result for part in workers.call("results", [() for _ in shares]) for result in part]
+    return [replace(result, malformed=count) for result, count in zip(results, malformed, strict=True)]
+
+
+def _finite(action: np.ndarray) -> bool:
+    return bool(np.isfinite(action).all())
 
 
 def batch_sizes(parallel: int) -> tuple[int, ...]:
@@ -157,8 +194,13 @@ def write_video(episode: EpisodeResult, spec: EnvSpec, path: Path) -> Path:
     """Replay an episode's actions from its seed and write an H.264 mp4 at the environment's rate.
 
     Raises:
-        UserError: PyAV is not installed.
+        UserError: PyAV is not installed, or the episode's actions were not kept.
     """
+    if not episode.actions:
+        raise UserError(
+            f"--videos: the actions of the episode with seed {episode.seed} are not stored with its scores; evaluate "
+            "without --resume"
+        )
     try:
         import av
     except ImportError as error:

@@ -1,19 +1,20 @@
 """One rank of the learner group: data on the device, the algorithm's state, and the orders it carries out.
 
 Ranks are data parallel: every rank draws the same window numbers, the rows of a batch are spread over the devices of
-all
-ranks, and XLA adds the gradients up. So the loss does not depend on the number of ranks, up to rounding.
+all ranks, and XLA adds the gradients up. So the loss does not depend on the number of ranks, up to rounding. Large
+models are cut over devices besides (rlsvc/train/sharding.py), which changes nothing but where numbers lie.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlsvc.algos import load_algorithm
 from rlsvc.algos.api import Algorithm, Phase
@@ -21,22 +22,28 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import Chunk, EpisodeTable
 from rlsvc.data.journal import Journal
-from rlsvc.data.load import load_table
 from rlsvc.data.mixture import load_demonstrations, table_contract
 from rlsvc.data.normalize import Normalizer
+from rlsvc.data.repack import load_features
 from rlsvc.data.replay import Replay
 from rlsvc.data.replay_table import replay_from_table
 from rlsvc.data.sequence import mix
+from rlsvc.data.transforms import RobotTransforms
 from rlsvc.data.windows import Windows
 from rlsvc.nn.backend import setup_jax
-from rlsvc.nn.params import flatten_params
-from rlsvc.policies import make_policy
+from rlsvc.nn.params import flatten_params, leaf_names
+from rlsvc.policies import make_policy, make_prompter, make_value_function
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
 from rlsvc.store.bundle import write_bundle
+from rlsvc.store.weights import load_weights
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.rollout_worker import extra_columns
+from rlsvc.train.sharding import ROWS, gathered, make_mesh, state_shardings
+from rlsvc.value import advantage_conditioning, advantage_selection
+
+log = logging.getLogger(__name__)
 
 DEVICE_SHARE = 0.5
 """Largest share of accelerator memory that "auto" placement gives to the dataset."""
@@ -58,12 +65,13 @@ class Learner:
         """
         self.platform = setup_jax(spec.device)
         self.spec, self.run_dir = spec, run_dir
-        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+        mesh = make_mesh(spec.learner)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        rows = NamedSharding(mesh, PartitionSpec("data")) if jax.device_count() > 1 else None
-        if spec.algo.batch_size % jax.device_count():
+        rows = NamedSharding(mesh, PartitionSpec(ROWS)) if jax.device_count() > 1 else None
+        shares = mesh.shape["data"] * mesh.shape["fsdp"]
+        if spec.algo.batch_size % shares:
             raise UserError(
-                f"algo.batch_size: {spec.algo.batch_size} is not a multiple of the {jax.device_count()} devices"
+                f"algo.batch_size: {spec.algo.batch_size} is not a multiple of the {shares} devices that share a batch"
             )
         entry = ALGORITHMS[spec.algo.name]
         self.data: WindowData | SequenceData
@@ -71,19 +79,40 @@ class Learner:
             self.data = WindowData(spec, contract, self._put, self.platform)
         else:
             self.data = SequenceData(spec, contract, self._put, run_dir, entry.sequence_length(spec.policy))
-        policy = make_policy(spec.policy.model_dump(mode="json"), self.data.contract, spec.precision)
+        make = make_policy if entry.acts else make_value_function
+        policy = make(spec.policy.model_dump(mode="json"), self.data.contract, spec.precision)
         updates = sum(phase.num_updates for phase in spec.curriculum)
         self.algorithm: Algorithm = load_algorithm(spec.algo.name)(
             policy, self.data.normalizer, spec.algo, total_steps=updates, batch_sharding=rows
         )
         self.key = jax.random.key(spec.seed)
-        self.state = jax.jit(self.algorithm.init, out_shardings=self._everywhere)(jax.random.fold_in(self.key, 0))
+        first = jax.random.fold_in(self.key, 0)
+        self._sharding = state_shardings(jax.eval_shape(self.algorithm.init, first), mesh)
+        self.state = jax.jit(self.algorithm.init, out_shardings=self._sharding)(first)
+        self._load_weights()
         self.clock = 0
         committed = checkpoint.steps(self.checkpoints)
         if committed:
             self.clock = committed[-1]
             self.state, meta = checkpoint.load(self.checkpoints, self.clock, self.state)
             self.data.restore(int(meta.get("cursor", 0)), self.checkpoints / str(self.clock))
+
+    def _load_weights(self) -> None:
+        """Begin with trained weights, where the run has them; a run that resumes has its own."""
+        source = getattr(self.spec.algo, "weights", None)
+        if source is None or checkpoint.steps(self.checkpoints):
+            return
+        loaded, report = load_weights(source, self.spec.policy, self.state.params, self.data.contract)
+        log.info("%s", report)
+        names, (leaves, tree) = leaf_names(self.state.params), jax.tree.flatten(self.state.params)
+        put = [
+            leaf
+            if name not in loaded
+            else jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda at, x=loaded[name]: x[at])
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        start = jax.jit(self.algorithm.start_from, out_shardings=self._sharding)  # pyright: ignore
+        self.state = start(jax.tree.unflatten(tree, put))
 
     @property
     def checkpoints(self) -> Path:
@@ -112,7 +141,8 @@ class Learner:
             result = {name: float(value) for name, value in jax.device_get(metrics).items()}
         elif order.kind == "validate" and self.data.validation is not None:
             key = jax.random.fold_in(self.key, 2)
-            result = {"loss": float(self.algorithm.validate(self.state, self.data.validation, key))}
+            metrics = self.algorithm.validate(self.state, self.data.validation, key)
+            result = {name: float(value) for name, value in jax.device_get(metrics).items()}
         elif order.kind == "export":
             result = {"bundle": str(self.export(self.run_dir / "bundles" / str(order.step), order.step))}
         elif order.kind == "checkpoint":
@@ -124,16 +154,19 @@ class Learner:
 
     def export(self, path: Path, clock: int | None = None) -> Path:
         """Write the bundle of the acting weights; the first rank alone does. `clock`: None is the last order's."""
+        params = jax.tree.map(gathered, self.algorithm.acting_params(self.state))
         if jax.process_index() == 0:
             run = {"project": self.spec.project, "name": self.spec.name, "seed": self.spec.seed}
             write_bundle(
                 path,
-                policy=self.spec.policy.model_dump(mode="json"),
+                policy=getattr(self.algorithm.policy, "merged_spec", self.spec.policy).model_dump(mode="json"),
                 contract=self.data.contract,
                 normalizer=self.data.normalizer,
-                params=flatten_params(self.algorithm.acting_params(self.state)),
+                params=flatten_params(params),
                 precision=self.spec.precision,
                 run={**run, "step": self.clock if clock is None else clock, "updates": self.step},
+                files={} if self.data.prompter is None else self.data.prompter.files(),
+                robot=self.spec.robot,
             )
         return path
 
@@ -149,17 +182,29 @@ class Learner:
 
 
 class WindowData:
-    """Demonstrations as windows, for algorithms that imitate."""
+    """Demonstrations as windows, for algorithms that imitate, and for value functions."""
 
     def __init__(self, spec: RunSpec, env: Contract | None, put: Callable[[Any], Any], platform: str) -> None:
         """Read the datasets; `env`: the environment's contract, `put`: lays arrays on all devices."""
         assert spec.data is not None
         policy = spec.policy
+        self.prompter = make_prompter(policy.model_dump(mode="json"))
+        advantage, selection, conditioning = getattr(spec.algo, "advantage", None), None, None
+        where = {"root": spec.root, "uri": spec.tracking.mlflow_uri, "device": spec.device}
+        if advantage is not None and advantage.mode == "filter":
+            selection = advantage_selection(advantage, spec.data, **where)
+        elif advantage is not None:
+            conditioning = advantage_conditioning(advantage, spec.data, seed=spec.seed, **where)
         self.demonstrations = load_demonstrations(
             spec.data,
             n_obs_steps=policy.n_obs_steps,
             horizon=policy.horizon,
             action_horizon=policy.n_action_steps,
+            prepare=self.prompter,
+            returns=getattr(policy, "returns", None),
+            selection=selection,
+            conditioning=conditioning,
+            robot=spec.robot,
         )
         self.normalizer = self.demonstrations.normalizer
         self.contract = _joined(self.demonstrations.contract, env, spec)
@@ -202,6 +247,7 @@ class SequenceData:
     """
 
     validation = None
+    prompter = None
 
     def __init__(
         self, spec: RunSpec, env: Contract | None, put: Callable[[Any], Any], run_dir: Path, length: int
@@ -290,7 +336,7 @@ class SequenceData:
         if len(spec.data.datasets) > 1:
             raise UserError(f"data.datasets: {spec.algo.name} learns from one dataset, got {len(spec.data.datasets)}")
         extra = [name for name in (spec.data.reward, spec.data.terminated) if name is not None]
-        return load_table(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action, *extra))
+        return load_features(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action, *extra))
 
 
 def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:
@@ -301,6 +347,7 @@ def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:
     """
     if env is None:
         return mine
+    env = RobotTransforms(spec.robot).seen(env)
     mine.check_same(env, "dataset", f"environment {spec.env.name if spec.env else ''}")
     observation = {key: env.observation[key] for key in mine.observation}
     return Contract(observation, env.action, mine.rate_hz, mine.n_obs_steps, mine.action_horizon)

@@ -35,7 +35,7 @@ from rlsvc.train.workers import Workers, make_workers
 
 log = logging.getLogger(__name__)
 OnMetrics = Callable[[int, dict[str, float]], None]
-MUST_AGREE = ("policy", "algo", "data", "env", "replay", "seed", "precision")
+MUST_AGREE = ("policy", "algo", "data", "robot", "env", "replay", "seed", "precision")
 """Parts of the specification that a resumed run may not change."""
 
 

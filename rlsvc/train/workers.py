@@ -23,6 +23,9 @@ from rlsvc.spec.env import EnvSpec
 
 STEP_TIMEOUT_S = 120.0
 """A worker that does not answer for this long is taken for lost."""
+WATCHED_TIMEOUT_S = 3600.0
+"""Likewise where simulators have processes of their own: the worker itself notices one that hangs, and steps and resets
+many slow ones one after the other."""
 
 
 @dataclass
@@ -34,12 +37,17 @@ class EpisodeResult:
         rewards: [length] float32.
         actions: [length, A] float32, what was executed; replaying them from `seed` gives the episode again.
         success: whether the environment said so at the end.
+        task: name of the task where the environment has several, else "".
+        malformed: chunks for which the policy gave tokens that are no actions; None for a policy that gives no tokens.
+            The last of them ended the episode, unless the policy has an action that holds the robot still.
     """
 
     seed: int
     rewards: list[float] = field(default_factory=list)
     actions: list[np.ndarray] = field(default_factory=list)
     success: bool = False
+    task: str = ""
+    malformed: int | None = None
 
     @property
     def length(self) -> int:
@@ -71,8 +79,12 @@ class EpisodeWorker:
         self._results = [EpisodeResult(int(seed)) for seed in seeds]
         self._done = [False] * len(seeds)
         self._histories = [ObservationHistory(self.n_obs_steps) for _ in seeds]
-        pairs = zip(self._envs, self._histories, seeds, strict=False)
-        return [history.append(env.reset(seed=int(seed))[0]) for env, history, seed in pairs]
+        windows = []
+        for env, history, result in zip(self._envs, self._histories, self._results, strict=False):
+            observation, info = env.reset(seed=result.seed)
+            result.task = str(info.get("task", ""))
+            windows.append(history.append(observation))
+        return windows
 
     def step(self, chunks: dict[int, np.ndarray]) -> dict[int, tuple[dict[str, np.ndarray], bool]]:
         """Execute chunks [H, A] by episode number, until their episodes end; window and whether it ended by number."""
@@ -101,6 +113,11 @@ class EpisodeWorker:
         for env in self._envs:
             env.close()
         self._envs = []
+
+
+def answer_timeout_s(spec: EnvSpec) -> float:
+    """How long a worker of this environment may take for one call."""
+    return WATCHED_TIMEOUT_S if spec.own_process else STEP_TIMEOUT_S
 
 
 def _what(error: object) -> str:
@@ -180,7 +197,7 @@ class Processes:
         out = []
         for i, (process, pipe) in enumerate(self._workers):
             try:
-                if not pipe.poll(STEP_TIMEOUT_S):
+                if not pipe.poll(answer_timeout_s(self._make[0])):
                     raise EOFError
                 out.append(pipe.recv())
             except (EOFError, ConnectionError) as error:
@@ -195,6 +212,7 @@ class Processes:
             pipe.close()
             process.join(5)
             process.kill()
+            process.join()
 
 
 class RayWorkers:
@@ -220,7 +238,7 @@ class RayWorkers:
         lost: dict[int, str] = {}
         for i, ref in enumerate(refs):
             try:
-                out.append(ray.get(ref, timeout=STEP_TIMEOUT_S))
+                out.append(ray.get(ref, timeout=answer_timeout_s(self._make[0])))
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, UserError):
                     raise UserError(str(error.cause)) from error

@@ -1,3 +1,5 @@
+from types import MappingProxyType
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ class Quadratic:
     """A fake policy: one constant action, whose loss has no noise."""
 
     contract = Contract({"state": FEATURES["state"]}, FEATURES["action"], 10.0, 2, 2)
+    dtype, narrow, compiler_options = jnp.float32, "", MappingProxyType({})
 
     def init(self, key):
         return {"w": jnp.zeros((1,))}
@@ -126,11 +129,11 @@ def test_steady_state_compiles_nothing():
 def test_validation_is_the_same_every_time_and_does_not_consume_the_state():
     made, data = algorithm(), on_device(windows())
     state = made.init(jax.random.key(0))
-    first = float(made.validate(state, data, KEY))
+    first = float(made.validate(state, data, KEY)["loss"])
     batch = windows().gather(np.arange(12))
     valid = batch["action"][batch["mask"]]
     assert first == pytest.approx(float((valid**2).mean()), rel=1e-5)
-    assert float(made.validate(state, data, KEY)) == first
+    assert float(made.validate(state, data, KEY)["loss"]) == first
     made.update("update", state, data, KEY, 1)
 
 
@@ -149,8 +152,8 @@ def test_a_tiny_diffusion_policy_learns_one_episode_in_bf16_with_float32_weights
     made = algorithm(policy, learning_rate=1e-2, schedule={"name": "constant", "warmup_steps": 0}, ema=None)
     data = on_device(windows((10,)))
     state = jax.jit(made.init)(jax.random.key(0))
-    before = float(made.validate(state, data, KEY))
+    before = float(made.validate(state, data, KEY)["loss"])
     state, _ = made.update("update", state, data, KEY, 150)
-    assert float(made.validate(state, data, KEY)) < 0.5 * before
+    assert float(made.validate(state, data, KEY)["loss"]) < 0.5 * before
     floats = {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.dtype != jnp.int32}
     assert floats == {jnp.dtype("float32")}

@@ -18,6 +18,8 @@ WINDOWED = Contract(
 class FakeClient:
     """Remembers what it was asked; action h of chunk k is [k, h]."""
 
+    execute = None
+
     def __init__(self, contract):
         self.contract = contract
         self.asked = []
@@ -51,6 +53,15 @@ def test_fewer_actions_can_be_executed_of_each_chunk():
     client = FakeClient(WINDOWED)
     assert run(client, 5, n_execute=2, seed=9) == [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0]]
     assert [(seed, step) for _, seed, step in client.asked] == [(9, 0), (9, 2), (9, 4)]
+
+
+def test_a_robots_policy_is_asked_as_often_as_its_runtime_asks_unless_another_number_is_given():
+    client = FakeClient(WINDOWED)
+    client.execute = 3
+    assert [h for _, h in run(client, 5)] == [0, 1, 2, 0, 1]
+    assert [h for _, h in run(client, 5, n_execute=2)] == [0, 1, 0, 1, 0]
+    with pytest.raises(UserError, match="n_execute: got 0"):
+        ChunkedPolicy(client, n_execute=0)
 
 
 @pytest.mark.parametrize("n", [0, 5, -1])

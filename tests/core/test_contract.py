@@ -34,6 +34,7 @@ def test_the_example_observation_fits_and_has_the_stated_shapes():
         "observation.gripper": ((2, 1), "i"),
         "task": ((2,), "U"),
     }
+    assert checked["task"].tolist() == ["example", "example"]
     assert CONTRACT.example_observation(3)["observation.image"].shape == (3, 2, 4, 5, 3)
 
 
@@ -102,6 +103,12 @@ def test_lists_and_whole_numbers_are_taken_for_a_float_feature():
     state = CONTRACT.check_observation(fitting(state=[[0, 1], [2, 3]]))["observation.state"]
     assert state.dtype == np.float32
     assert state.tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_text_is_refused(text):
+    with pytest.raises(ContractError, match="observation 'task': the text is empty, expected what to do"):
+        CONTRACT.check_observation(fitting(task=text))
 
 
 def test_one_text_stands_for_every_step():

@@ -59,7 +59,9 @@ sys.exit(f"imported {{loaded}}" if loaded else 0)
 
 def test_only_the_named_columns_are_read_and_task_may_be_named():
     table = load_table(spec(PUSHT), ["action", "task"])
-    assert list(table.columns) == ["action"]
+    assert list(table.columns) == ["action", "task"]
+    assert set(table.columns["task"]) == set(table.tasks)
+    assert list(load_table(spec(PUSHT), ["action"]).columns) == ["action"]
 
 
 def test_episodes_come_in_the_order_asked_for():

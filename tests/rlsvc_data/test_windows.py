@@ -130,3 +130,31 @@ def test_actions_are_float32_and_bytes_are_those_of_the_columns():
     assert data.nbytes == 2 * 4 * 4
     assert data.on_host
     assert not on_device(data).on_host
+
+
+def test_selected_windows_keep_what_lies_around_them_and_the_shares_of_their_datasets():
+    data = build(table(6, 5), table(4, first=50), weights=[3.0, 1.0], groups=[0, 1])
+    keep = np.isin(np.arange(15), [2, 5, 13])
+    chosen = data.select(keep)
+    assert (chosen.num_windows, chosen.offset.tolist(), chosen.weight.tolist()) == (3, [0, 2, 3], [0.75, 0.25])
+    batch = chosen.gather(np.arange(3))
+    assert rows(batch, 0) == ([1, 2], [101, 102, 103, 104], [True] * 4)
+    assert rows(batch, 1) == ([4, 5], [104, 105, 105, 105], [True, True, False, False])
+    assert rows(batch, 2)[0] == [51, 52]
+    assert batch["group"].tolist() == [0, 0, 1]
+    drawn = np.asarray(on_device(chosen).draw(jax.random.key(0), 400))
+    assert set(drawn.tolist()) == {0, 1, 2}
+    assert 0.65 < (drawn < 2).mean() < 0.85
+
+
+def test_what_a_batch_is_asked_for_besides_is_that_of_the_present_step_on_host_and_device():
+    data = table(3, 3)
+    data.columns["return"] = np.arange(6, dtype=np.float32) * 10
+    built = Windows.build(
+        [data], weights=[1.0], groups=[0], observation=("state",), action="action", n_obs_steps=2, horizon=4,
+        extra=("return",),
+    )  # fmt: skip
+    index = np.array([[0, 5], [3, 2]])
+    assert built.gather(index)["return"].tolist() == [[0, 50], [30, 20]]
+    assert on_device(built).gather(jnp.asarray(index))["return"].tolist() == [[0, 50], [30, 20]]
+    assert batches_from_host(built, index, None)["return"].tolist() == [[0, 50], [30, 20]]

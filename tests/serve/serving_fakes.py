@@ -49,6 +49,8 @@ def expected_action(state: np.ndarray, seed: int, step: int, horizon: int = 4) -
 class FakeRunner:
     """Answers `expected_action`, and remembers the size of every batch."""
 
+    robot = None
+
     def __init__(self, contract: Contract = CONTRACT, seconds: float = 0.0, version: str = "fake-1") -> None:
         self.contract = contract
         self.version = version

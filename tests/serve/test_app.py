@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from rlsvc.core.contract import Contract
+from rlsvc.core.types import MALFORMED, ActionChunk
 from rlsvc.core.wire import pack, unpack
 from rlsvc.serve.app import build_app
 
@@ -293,6 +294,19 @@ def test_the_contract_is_told(client):
     assert Contract.from_json(told["contract"]) == CONTRACT
     assert told["version"] == "fake-1"
     assert client.get("/v1/policies").json() == {"policies": [told]}
+
+
+def test_a_policy_that_said_no_action_is_answered_by_name_and_counted(runner, client):
+    nothing = np.full((1, 4, 2), np.nan, np.float32)
+    runner.act = lambda *_: ActionChunk(nothing, "x", extras={MALFORMED: np.array(["no_end"])})
+    answer = post(client, {"observation": observation()}, MSGPACK)
+    assert answer.status_code == 500
+    assert "tokens are no actions (no_end)" in str(unpack(answer.content))
+    runner.act = lambda *_: ActionChunk(np.zeros_like(nothing), "x", extras={MALFORMED: np.array(["no_end"])})
+    assert post(client, {"observation": observation()}, MSGPACK).status_code == 200
+    lines = client.get("/metrics").text.splitlines()
+    assert 'rlsvc_malformed_total{policy="fake",reason="no_end",replica="local"} 2.0' in lines
+    assert 'rlsvc_refused_total{policy="fake",reason="malformed_action",replica="local"} 1.0' in lines
 
 
 def test_metrics_count_answers_and_refusals(client):

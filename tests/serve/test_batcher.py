@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from serving_fakes import POISON, SMALL_CONTRACT, FakeRunner, expected_action
 
-from rlsvc.core.types import ActionChunk
-from rlsvc.serve.batcher import Batcher, OverloadedError
+from rlsvc.core.types import MALFORMED, ActionChunk
+from rlsvc.serve.batcher import Batcher, NoActionError, OverloadedError
 
 
 def row(value: float) -> dict[str, np.ndarray]:
@@ -127,6 +127,21 @@ def test_actions_that_are_not_finite_or_of_a_wrong_shape_never_leave(runner, bat
     runner.act = lambda observation, seeds, steps: ActionChunk(action, "x")
     with pytest.raises(RuntimeError, match=message):
         asyncio.run(batcher.act(row(1.0), 0, 0))
+
+
+def test_a_row_for_which_the_policy_said_no_action_fails_alone_and_by_name(runner, batcher):
+    def act(observation, seeds, steps):
+        state = observation["observation.state"][:, 0, 0]
+        action = np.zeros((len(state), 4, 2), np.float32)
+        action[state == 1.0] = np.nan
+        return ActionChunk(action, "x", extras={MALFORMED: np.array(["", "no_end", "wrong_length"])[state.astype(int)]})
+
+    runner.act = act
+    fine, nothing, held = asyncio.run(act_all(batcher, [0.0, 1.0, 2.0]))
+    assert (fine.malformed, held.malformed) == ("", "wrong_length")
+    assert isinstance(nothing, NoActionError)
+    assert nothing.reason == "no_end"
+    assert "(no_end)" in str(nothing)
 
 
 def test_closing_answers_what_waits_and_refuses_what_comes(runner):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from rlsvc.core.contract import Contract, Feature
-from rlsvc.core.errors import BundleError
+from rlsvc.core.errors import BundleError, ContractError
 from rlsvc.data.normalize import Normalizer
+from rlsvc.spec.robot import RobotSpec
 from rlsvc.store import bundle as module
-from rlsvc.store.bundle import read_bundle, write_bundle
+from rlsvc.store.bundle import read_bundle, read_robot, write_bundle
 
 CONTRACT = Contract({"observation.state": Feature((2,), "float32", "px")}, Feature((1,), "float32"), 10.0, 2, 8)
 COLUMNS = {
@@ -62,6 +63,40 @@ def test_the_id_follows_from_what_decides_how_the_policy_acts_and_from_nothing_e
     assert read_bundle(write(tmp_path / "d", policy={**POLICY, "horizon": 8})).id != first
 
 
+ROBOT = RobotSpec.model_validate(
+    {"name": "arm", "keys": {"observation.state": "state"}, "delta": {"dims": [0]}, "metadata": {"pose": [0.1, 2]}}
+)
+
+
+def test_a_robot_travels_in_the_bundle_and_decides_about_its_id(path, tmp_path):
+    made = write(tmp_path / "b", robot=ROBOT)
+    assert read_bundle(made).robot == read_robot(made) == ROBOT
+    assert read_bundle(path).robot is read_robot(path) is None
+    others = [read_bundle(write(tmp_path / "c", robot=robot)).id for robot in (None, ROBOT.replace(delta=None))]
+    assert len({read_bundle(made).id, *others}) == 3
+    edit(made, lambda meta: meta.update(robot=None))
+    refused(made, "its contents do not give its id")
+
+
+def test_a_bundle_from_before_there_were_robots_is_read_and_keeps_its_id(path):
+    before = read_bundle(path).id
+    edit(path, lambda meta: (meta.update(schema_version=1), meta.pop("robot")))
+    assert (read_bundle(path).id, read_bundle(path).robot) == (before, None)
+
+
+def test_a_robot_that_does_not_fit_is_refused_when_written_and_when_read(tmp_path):
+    with pytest.raises(ContractError, match="robot 'arm': delta: 'action' has no dimension 1, it has 0 to 0"):
+        write(tmp_path / "b", robot=ROBOT.replace(delta={"dims": [1]}))
+    made = write(tmp_path / "c", robot=ROBOT)
+
+    def change(meta):
+        meta["robot"]["delta"]["dims"] = ["first"]
+        meta["id"] = module._id(meta)
+
+    edit(made, change)
+    refused(made, r"bundle\.json: 'robot\.delta\.dims\.0': Input should be a valid integer")
+
+
 def test_a_changed_weight_file_is_refused(path):
     data = bytearray((path / "params.safetensors").read_bytes())
     data[-1] ^= 1
@@ -108,10 +143,10 @@ def test_a_missing_file_is_named(path, file):
     refused(path, file.replace(".", r"\."))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_another_schema_version_is_refused(path, version):
     edit(path, lambda meta: meta.update(schema_version=version))
-    refused(path, rf"bundle\.json: schema_version is {version!r}, this rlsvc reads 1")
+    refused(path, rf"bundle\.json: schema_version is {version!r}, this rlsvc reads 1 and 2")
 
 
 @pytest.mark.parametrize("field", ["manifest", "contract", "normalizer", "policy", "id", "precision", "run"])

@@ -163,6 +163,7 @@ def act(bundle: Path) -> np.ndarray:
     return runner.act(observation, np.array([3]), np.array([0])).action
 
 
+@pytest.mark.slow
 def test_ten_updates_and_ten_after_a_restart_equal_twenty_bit_for_bit(spec, tmp_path):
     """lerobot#4560, transformers#27749, nanotron#243: optimizer, schedule, average, noise and batches go on."""
     whole = Learner(spec, tmp_path / "whole")

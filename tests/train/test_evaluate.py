@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlsvc.core.errors import UserError
-from rlsvc.core.types import ActionChunk
+from rlsvc.core.types import MALFORMED, ActionChunk
 from rlsvc.data.normalize import Normalizer
 from rlsvc.envs.make import make_env
 from rlsvc.nn.params import flatten_params
@@ -115,6 +115,31 @@ def test_a_jax_policy_gives_the_same_result_for_any_number_of_workers(tmp_path):
     same(evaluate(inference, one, SEEDS, parallel=5), evaluate(inference, three, SEEDS, parallel=5))
     one.close()
     three.close()
+
+
+def test_an_episode_fails_where_the_policy_says_no_action_and_goes_on_where_the_robot_is_held_still():
+    class Sayer:
+        contract = baseline().contract
+        version = ""
+
+        def act(self, observation, seeds, steps, carry=None):
+            action = np.full((len(seeds), 5, 2), 256, np.float32)
+            nothing = (seeds == 5) | ((seeds == 6) & (steps == 5))
+            action[nothing] = np.nan
+            return ActionChunk(action, extras={MALFORMED: np.where(nothing | (seeds == 7), "no_end", "")})
+
+    workers = Shares(2)
+    found = evaluate(Sayer(), workers, SEEDS, parallel=5)
+    workers.close()
+    assert [e.length for e in found.episodes] == [0, 5, 12, 12, 12]
+    assert [e.malformed for e in found.episodes] == [1, 1, 3, 0, 0]
+    assert found.metrics()["malformed_chunks"] == 5
+    assert (found.scores("success")[:2] == 0).all()
+    assert (found.scores("max_reward")[0], found.scores("return")[0]) == (0, 0)
+
+
+def test_a_policy_that_says_no_tokens_has_no_malformed_chunks(reference):
+    assert "malformed_chunks" not in reference.metrics()
 
 
 def test_the_policy_sees_windows_padded_at_the_start_and_the_control_step_of_its_seed():

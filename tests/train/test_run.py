@@ -36,6 +36,7 @@ def test_a_run_leaves_its_specification_metrics_checkpoints_bundle_and_learning_
     assert result.plot.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_where_it_stopped_and_ends_as_one_that_was_not_stopped(make_spec):
     whole = train(make_spec("name=whole"), local=True)
     stop = threading.Event()
@@ -96,6 +97,7 @@ def test_a_dataset_that_is_not_there_is_named_and_leaves_the_name_of_the_run_fre
     assert train(make_spec("env=null", "total_steps=4"), local=True).step == 4
 
 
+@pytest.mark.slow
 def test_an_error_after_the_first_checkpoint_leaves_a_run_that_resumes(make_spec):
     def refuse(step: int, metrics: object) -> None:
         if any((run_dir(make_spec()) / "checkpoints").glob("*")):
@@ -126,6 +128,7 @@ def test_a_run_folder_that_cannot_be_made_is_named(make_spec, tmp_path):
         train(make_spec(f"root={blocked}"), local=True)
 
 
+@pytest.mark.slow
 def test_only_the_last_and_the_best_are_kept(make_spec):
     spec = make_spec("total_steps=16", "evaluation.interval=4", "checkpoint.keep_last=1")
     train(spec, local=True)
