@@ -2,6 +2,7 @@
 
     python benchmarks/pusht.py state
     python benchmarks/pusht.py image --dataset data/pusht/pusht_cchi_v7_replay.zarr
+    python benchmarks/pusht.py pi0 --dataset data/pusht/pusht_cchi_v7_replay.zarr
 
 Scored as Diffusion Policy does: per episode the maximum of clip(coverage / 0.95, 0, 1) over at most 300 steps; success
 is coverage >= 0.95. The weights that are scored are those at the end of training, not the best of several evaluations.
@@ -17,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from common import write_result
+from common import RESULTS, write_result
 
 from rlsvc.spec.compose import compose
 from rlsvc.spec.env import PushTSpec
@@ -26,14 +27,23 @@ from rlsvc.train.standalone import evaluate_bundle, write_scores
 
 FIRST_SEED = 1_000_000
 PACKAGES = ("rlsvc", "jax", "flax", "gym-pusht", "pymunk")
+EXPERIMENTS = {"state": "pusht_diffusion", "image": "pusht_image_diffusion", "pi0": "pi0_pusht"}
 PAPER = {"state": 0.91, "image": 0.84}
 """Diffusion Policy, CNN: mean over the last ten checkpoints (arXiv:2303.04137, table 1 and 2)."""
+
+
+def peer_of(kind: str) -> tuple[str, float]:
+    """What a mean max overlap stands beside: the paper's, or for pi0 that of our diffusion policy from images."""
+    if kind == "pi0":
+        stored = json.loads((RESULTS / "pusht_image_overlap.json").read_text())
+        return f"our diffusion policy from images, stored on {stored['date'][:10]}", stored["value"]
+    return "Diffusion Policy, CNN, last ten checkpoints (published)", PAPER[kind]
 
 
 def main() -> None:
     """Train, score, store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["state", "image"])
+    parser.add_argument("kind", choices=list(EXPERIMENTS))
     parser.add_argument("overrides", nargs="*", help="of the RunSpec")
     parser.add_argument("--dataset", help="path of the demonstrations; the experiment's own when left out")
     parser.add_argument("--episodes", type=int, default=500)
@@ -43,9 +53,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--output", type=Path, default=None, help="folder for scores and plots")
     args = parser.parse_intermixed_args()
-    experiment = {"state": "pusht_diffusion", "image": "pusht_image_diffusion"}[args.kind]
     # All demonstrations are trained on; only the weights at the end are scored, so the run itself evaluates nothing.
-    words = [f"experiment={experiment}", "tracking.trackers=[]", "env=null", "data.validation_fraction=0"]
+    words = [f"experiment={EXPERIMENTS[args.kind]}", "tracking.trackers=[]", "env=null", "data.validation_fraction=0"]
     if args.dataset:
         words.append(f"data.datasets=[{{path: {args.dataset}}}]")
     spec = compose([*words, *args.overrides]).replace(resume=args.resume)
@@ -74,8 +83,9 @@ def main() -> None:
         print(f"stopped at step {result.step} after {minutes:.1f} min; go on with --resume")
         return
     bundle = folder / "bundles" / str(result.step)
-    env = PushTSpec(observation="pixels" if args.kind == "image" else "keypoints")
+    env = PushTSpec(observation="keypoints" if args.kind == "state" else "pixels")
     store = {"gpu": True, "packages": PACKAGES, "seeds": [spec.seed]}
+    peer, peer_value = peer_of(args.kind)
     write_result(f"pusht_{args.kind}_train_minutes", minutes, "minutes", **store)
     for steps, suffix in ((spec.policy.sample_steps, ""), (args.few_steps, "_few_steps")):
         begin = time.monotonic()
@@ -106,9 +116,9 @@ def main() -> None:
             "mean max overlap",
             low=overlap.low,
             high=overlap.high,
-            peer="Diffusion Policy, CNN, last ten checkpoints (published)",
-            peer_value=PAPER[args.kind],
-            ratio=overlap.mean / PAPER[args.kind],
+            peer=peer,
+            peer_value=peer_value,
+            ratio=overlap.mean / peer_value,
             **store,
         )
         write_result(
