@@ -1,12 +1,13 @@
-"""A pi0 action chunk on one GPU, from host images to host actions, beside LeRobot's PyTorch pi0.
+"""A pi0 action chunk on one GPU, from host images to host actions, beside LeRobot's PyTorch pi0 and openpi's JAX one.
 
-    python benchmarks/pi0_latency.py [--lerobot]
+    python benchmarks/pi0_latency.py [--lerobot] [--openpi-src PATH/TO/openpi/src]
 
 Published sizes (3.3 billion parameters with both experts), bf16, chunks of 50 actions, 10 Euler steps, one observation
 of two and of three 224x224 cameras, a prompt of 48 tokens, random weights and random images. Ours is
 `PolicyRunner.act`, as rollouts and served replicas call it. LeRobot's is its policy's `sample_actions`, eager and
-compiled, on images that come from the host too; it is given tokens. Sides take turns, `--rounds` times; the figure is
-the median of the rounds' medians.
+compiled, on images that come from the host too; it is given tokens. openpi's is read from a checkout that stands
+outside this project, with bf16 weights as it loads them for acting; it always computes three cameras. Sides take turns,
+`--rounds` times; the figure is the median of the rounds' medians.
 
 The breakdown times the parts alone (tower, backbone over the prefix, one Euler step); the floors are the products' work
 at the card's dense bf16 rate, and the bytes of weights and keys at its memory's rate.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +182,31 @@ def lerobot_side(views: int, compiled: bool) -> Callable[[], float]:
     return call
 
 
+def openpi_side(source: str) -> Callable[[], float]:
+    """Openpi's pi0 of the published sizes, random weights, compiled as its policies are."""
+    sys.path.insert(0, source)
+    from openpi.models import model, pi0_config  # pyright: ignore[reportMissingImports]
+
+    graph, state = nnx.split(pi0_config.Pi0Config().create(jax.random.key(0)))
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+    sample = jax.jit(lambda s, key, o: nnx.merge(graph, s).sample_actions(key, o, num_steps=STEPS))
+    rng, key = np.random.default_rng(0), jax.random.key(0)
+
+    def call() -> float:
+        observation = {
+            "image": {name: rng.integers(0, 256, (1, 224, 224, 3), np.uint8) for name in model.IMAGE_KEYS},
+            "image_mask": dict.fromkeys(model.IMAGE_KEYS, np.ones(1, bool)),
+            "state": rng.normal(size=(1, ACTION)).astype(np.float32),
+            "tokenized_prompt": np.ones((1, TOKENS), np.int32),
+            "tokenized_prompt_mask": np.ones((1, TOKENS), bool),
+        }
+        start = time.perf_counter()
+        np.asarray(sample(state, key, model.Observation.from_dict(jax.tree.map(jnp.asarray, observation))))
+        return (time.perf_counter() - start) * 1e3
+
+    return call
+
+
 def interleave(
     sides: dict[str, Callable[[], float]], rounds: int, repeats: int
 ) -> dict[str, tuple[float, float, float]]:
@@ -199,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lerobot", action="store_true", help="beside LeRobot's pi0, which has to be installed")
     parser.add_argument("--compiled", action="store_true", help="also LeRobot's compiled mode; compiling takes minutes")
+    parser.add_argument("--openpi-src", help="the src folder of an openpi checkout, whose packages are installed")
     parser.add_argument("--views", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -209,6 +237,7 @@ def main() -> None:
     gpu = setup_jax() == "gpu"
     store, spec = gpu and not args.tiny, spec_of(args.tiny)
     card = jax.devices()[0].device_kind
+    openpi = openpi_side(args.openpi_src) if args.openpi_src else None
     for views in args.views:
         ours = Ours(spec, views, 1)
         sides: dict[str, Callable[[], float]] = {"ours": ours.act_ms}
@@ -216,10 +245,25 @@ def main() -> None:
             sides["lerobot eager"] = lerobot_side(views, compiled=False)
             if args.compiled:
                 sides["lerobot compiled"] = lerobot_side(views, compiled=True)
+        if openpi is not None:
+            sides["openpi"] = openpi
         times = interleave(sides, args.rounds, 10)
         print(f"{views} views, {ours.parameters:,} parameters", flush=True)
         for name, (median, low, high) in times.items():
             print(f"  {name}: {median:.2f} ms [{low:.2f}, {high:.2f}]", flush=True)
+        median, low, high = times.pop("ours")
+        kw: dict[str, Any] = {"gpu": True, "packages": PACKAGES, "seeds": [0]}
+        if store:
+            write_result(f"pi0_latency_{views}view_ms", median, "ms", low=low, high=high, **kw)
+        for whose in ("lerobot", "openpi"):
+            peers = {name: value for name, value in times.items() if name.startswith(whose)}
+            if not peers:
+                continue
+            name, peer = min(peers.items(), key=lambda item: item[1][0])
+            print(f"  {peer[0] / median:.2f} times as fast as {name}", flush=True)
+            if store and views == (3 if whose == "openpi" else 2):
+                kw |= {"low": peer[1] / high, "high": peer[2] / low}
+                write_result(f"pi0_speedup_{whose}", peer[0] / median, "ratio", peer=name, peer_value=peer[0], **kw)
         for name, ms in ours.parts().items():
             print(f"    {name}: {ms:.2f} ms", flush=True)
         flop, read = floors(spec, views)
@@ -227,19 +271,6 @@ def main() -> None:
         if rates is not None:
             print(f"    floor of {flop / 1e12:.2f} TFLOP: {flop / rates[0] * 1e3:.2f} ms", flush=True)
             print(f"    floor of {read / 1e9:.1f} GB: {read / rates[1] * 1e3:.2f} ms", flush=True)
-        median, low, high = times["ours"]
-        kw: dict[str, Any] = {"gpu": True, "packages": PACKAGES, "seeds": [0]}
-        if store:
-            write_result(f"pi0_latency_{views}view_ms", median, "ms", low=low, high=high, **kw)
-        peers = {name: value for name, value in times.items() if name.startswith("lerobot")}
-        if peers:
-            name, peer = min(peers.items(), key=lambda item: item[1][0])
-            print(f"  {peer[0] / median:.2f} times as fast as {name}", flush=True)
-            if store and views == 2:
-                ends = {"low": peer[1] / high, "high": peer[2] / low}
-                write_result(
-                    "pi0_speedup_lerobot", peer[0] / median, "ratio", peer=name, peer_value=peer[0], **ends, **kw
-                )
         del ours, sides
     if args.batch:
         batch = Ours(spec, 2, args.batch)
