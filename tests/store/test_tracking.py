@@ -191,6 +191,7 @@ with multiprocessing.get_context("fork").Pool(8) as pool:
 """
 
 
+@pytest.mark.slow
 def test_eight_processes_that_use_a_new_store_at_once_migrate_it_once(tmp_path):
     # mlflow#5222, #6388. MLflow's own lock lies in the temporary folder, which containers that share a run folder do
     # not share, so each process gets its own. All of it in a process apart, which may fork.

@@ -67,6 +67,7 @@ def test_a_rollout_actor_that_dies_is_replaced_and_the_result_is_the_same(contra
     assert rewards(found) == rewards(reference)
 
 
+@pytest.mark.slow
 def test_an_inference_actor_that_dies_is_replaced_with_its_bundle_and_the_result_is_the_same(
     contract, reference, ray_cluster, tmp_path
 ):

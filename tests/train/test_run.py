@@ -55,6 +55,7 @@ def test_a_stopped_run_resumes_where_it_stopped_and_ends_as_one_that_was_not_sto
     assert read_bundle(resumed.bundle).id == read_bundle(whole.bundle).id
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run_and_registers_its_bundle(make_spec, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     stop = threading.Event()

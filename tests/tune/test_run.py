@@ -80,6 +80,7 @@ def test_asha_stops_the_worse_trials_early_and_lets_the_best_write_its_bundle(ra
     assert max(trial.history[-1][0] for trial in report.trials if trial.status == "stopped") < 100
 
 
+@pytest.mark.slow
 def test_a_nan_and_a_dead_trial_are_reported_with_their_reasons_and_the_sweep_goes_on(ray_cluster, base):
     # ray#6659, #11670: after one NaN, ASHA stopped nothing any more
     def train(run, on_metrics):
