@@ -246,7 +246,7 @@ def test_query_says_when_nothing_answers():
 
 def rlsvc(*arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", "rlsvc.cli", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60, **options
+        [sys.executable, "-m", "rlsvc.cli", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120, **options
     )
 
 
@@ -290,7 +290,7 @@ def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_pa
             np.testing.assert_array_equal(after.action, before.action)
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        assert process.wait(40) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         process.wait()
