@@ -39,6 +39,7 @@ from rlsvc.nn.params import unflatten_params
 from rlsvc.policies.api import ACTION_MASK, ACTION_TOKENS, PROMPT_MASK, ActOptions, Carry, Metrics, Params
 from rlsvc.policies.vision_language import (
     COMPILER_OPTIONS,
+    NARROW,
     VisionLanguageNet,
     check_contract,
     cross_entropy,
@@ -292,7 +293,7 @@ def action_dim(spec: Pi0Spec, contract: Contract) -> int:
 class Pi0Policy:
     """The policy of `rlsvc.policies.api`, static; weights are the nnx state of a Pi0Net."""
 
-    narrow = r"(backbone|expert|vision)\.layers\.(qkv|out|gate_up|up|down)|embedding|vision\.head"
+    narrow = NARROW
     compiler_options = COMPILER_OPTIONS
 
     def __init__(self, spec: Pi0Spec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:

@@ -42,7 +42,14 @@ from rlsvc.policies.api import (
     Metrics,
     Params,
 )
-from rlsvc.policies.vision_language import COMPILER_OPTIONS, VisionLanguageNet, check_contract, cross_entropy, newest
+from rlsvc.policies.vision_language import (
+    COMPILER_OPTIONS,
+    NARROW,
+    VisionLanguageNet,
+    check_contract,
+    cross_entropy,
+    newest,
+)
 from rlsvc.spec.pi0_fast import Pi0FastSpec
 
 PAD, END = 0, 1
@@ -176,7 +183,7 @@ def decode(
 class Pi0FastPolicy:
     """The policy of `rlsvc.policies.api`, static; weights are the nnx state of a Pi0FastNet."""
 
-    narrow = r"(backbone|vision)\.layers\.(qkv|out|gate_up|up|down)|embedding|vision\.head"
+    narrow = NARROW
     compiler_options = COMPILER_OPTIONS
 
     def __init__(self, spec: Pi0FastSpec, contract: Contract, dtype: DTypeLike = jnp.float32) -> None:

@@ -34,6 +34,8 @@ CAMERA_MASK = "_mask"
 
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """For acting: cuBLAS reads a layer out of stacked weights in place, Triton has it copied first."""
+NARROW = r"(backbone|expert|vision)\.layers\.(qkv|out|gate_up|up|down)|embedding|vision\.head"
+"""Weights that acting reads in the compute dtype alone: those of the products."""
 
 
 class VisionLanguageNet(nnx.Module):
@@ -90,7 +92,7 @@ class VisionLanguageNet(nnx.Module):
 
     @property
     def _unroll(self) -> int:
-        """Layers in one, when acting: all on a GPU, where a loop's own kernels take a tenth of the time."""
+        """Layers in one, of the tower and of whatever acts: all on a GPU, where a loop's own kernels take time."""
         spec = self.spec
         return max(spec.backbone.depth, spec.vision.depth) if jax.default_backend() == "gpu" else 1
 

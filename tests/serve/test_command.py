@@ -246,12 +246,7 @@ def test_query_says_when_nothing_answers():
 
 def rlsvc(*arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", "rlsvc.cli", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-        **options,
+        [sys.executable, "-m", "rlsvc.cli", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60, **options
     )
 
 

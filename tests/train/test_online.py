@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlsvc.core.errors import UserError
@@ -113,7 +114,6 @@ def test_rollout_actors_and_a_learner_group_make_a_run_together(make_online, wor
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_goes_on_when_a_worker_and_a_rank_are_killed(make_online):
-    psutil = pytest.importorskip("psutil")
     spec = make_online("rollout.mode=async", "phases.1.duration_steps=6000", "checkpoint.interval=1000")
     killed: list[str] = []
 
