@@ -254,8 +254,8 @@ class PromptTokenizer:
         self.truncated += 1
         if self.truncated == 1:
             log.warning(
-                "a prompt of %d tokens is cut to %d; said once, counted from here on. Give the policy a larger "
-                "max_token_len if it happens often",
+                "a sequence of %d tokens is cut to %d; said once, counted from here on. If it happens often, raise "
+                "policy.max_tokens (of an insulated policy's chunks: policy.insulate.max_action_tokens)",
                 got,
                 self.length,
             )

@@ -154,8 +154,8 @@ def test_what_is_too_long_is_cut_counted_and_said_once(caplog):
     assert mask[1].tolist() == [True, True, True, False]
     assert prompts.truncated == 3
     assert [r.getMessage() for r in caplog.records] == [
-        "a prompt of 8 tokens is cut to 4; said once, counted from here on. Give the policy a larger max_token_len if "
-        "it happens often"
+        "a sequence of 8 tokens is cut to 4; said once, counted from here on. If it happens often, raise "
+        "policy.max_tokens (of an insulated policy's chunks: policy.insulate.max_action_tokens)"
     ]
 
 
