@@ -290,7 +290,7 @@ def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_pa
             np.testing.assert_array_equal(after.action, before.action)
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
+        assert process.wait(40) == 0
     finally:
         process.kill()
         process.wait()
