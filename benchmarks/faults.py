@@ -68,7 +68,7 @@ policy: {name: tdmpc2, size: 1M, encoder_dim: 16, hidden_dim: 16, latent_dim: 16
 algo: {name: tdmpc2, batch_size: 16}
 replay: {capacity: 4000000}
 rollout: {workers: 2, envs_per_worker: 2, chunk_steps: 10, mode: async, inference: central, cpus_per_worker: 0.5,
-          timeout_s: 5, max_restarts: 100000, max_ahead: 400}
+          timeout_s: 5, start_timeout_s: 60, max_restarts: 100000, max_ahead: 400}
 phases:
   - {name: seed, type: online, acting: random, hooks: {collect: 1}, duration_steps: 200}
   - {name: train, type: online, hooks: {collect: 4, update: 1}, duration_steps: 100000000}
@@ -151,7 +151,7 @@ class Plane:
         )
         self.spec = RolloutSpec(
             workers=2, envs_per_worker=2, mode="async", chunk_steps=16, cpus_per_worker=0.5, timeout_s=5.0,
-            max_restarts=100_000,
+            start_timeout_s=60.0, max_restarts=100_000,
         )  # fmt: skip
         probe = make_env(self.env)
         self.contract = probe.contract(1, 1)

@@ -44,6 +44,9 @@ class RolloutSpec(Spec):
     """Updates between two versions of the weights that workers are given."""
     timeout_s: float = Field(default=120.0, gt=0)
     """A worker that answers nothing for this long is killed and replaced."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Likewise for a new worker, up to its first chunk: it imports, makes its environments, and compiles. Counts where
+    it is longer than timeout_s."""
     max_restarts: int = Field(default=100, ge=0)
     """Replacements of workers, all together, before the run fails."""
 

@@ -24,8 +24,6 @@ from rlsvc.spec.run import RunSpec
 from rlsvc.train.inference import CentralRunner, make_central
 from rlsvc.train.rollout_worker import Acting, RolloutWorker, make_acting
 
-START_TIMEOUT_S = 600.0
-"""Longest that a new worker may take to its first chunk: it imports, makes its environments, and compiles."""
 MAX_FAILED_STARTS = 3
 PROBE_TIMEOUT_S = 10.0
 """A central actor that does not say how it is within this time is taken for lost."""
@@ -169,8 +167,8 @@ class RayRollouts:
     """Workers as Ray actors.
 
     Consumes the orchestrator's requests; produces chunks, which the driver owns. A worker that dies or answers nothing
-    for `timeout_s` is killed and replaced, and loses the chunks it had under way, which nobody has acknowledged. When
-    the driver dies, its actors do.
+    for `timeout_s` (a new one: `start_timeout_s`) is killed and replaced, and loses the chunks it had under way, which
+    nobody has acknowledged. When the driver dies, its actors do.
     """
 
     def __init__(
@@ -306,7 +304,9 @@ class RayRollouts:
         try:
             chunk: Any = ray.get(ref, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
-            limit = self._spec.timeout_s if slot.arrived else max(START_TIMEOUT_S, self._spec.timeout_s)
+            limit = self._spec.timeout_s
+            if not slot.arrived:
+                limit = max(limit, self._spec.start_timeout_s)
             if time.monotonic() - slot.heard > limit:
                 self._replace(slot, f"answered nothing for {limit:g} s")
             return None

@@ -13,10 +13,13 @@ from rlsvc.core.errors import UserError
 from rlsvc.data.normalize import Normalizer
 from rlsvc.envs.make import make_env
 from rlsvc.runner import BaselineRunner
-from rlsvc.spec.env import PushTSpec
+from rlsvc.spec.env import GymnasiumSpec, PushTSpec
+from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.store.bundle import write_bundle
 from rlsvc.train.evaluate import Evaluation, evaluate
 from rlsvc.train.inference import LocalInference, RayInference
+from rlsvc.train.rollout import RayRollouts
+from rlsvc.train.rollout_worker import Acting
 from rlsvc.train.workers import InProcess, RayWorkers, WorkerLost
 
 SPEC = PushTSpec(max_steps=12)
@@ -134,3 +137,29 @@ def test_an_inference_actor_that_hangs_is_replaced_and_told(ray_cluster, monkeyp
         assert inference._actor is not before
     finally:
         inference.close()
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_that_hangs_before_its_first_chunk_is_replaced(ray_cluster, request):
+    import ray
+
+    spec = GymnasiumSpec(id="Pendulum-v1")
+    env = make_env(spec)
+    request.addfinalizer(env.close)
+    contract = env.contract(1, 1)
+    rollouts = RayRollouts(
+        spec,
+        RolloutSpec(mode="async", chunk_steps=4, cpus_per_worker=0.5, timeout_s=1.0, start_timeout_s=20.0),
+        Acting({}, contract, Normalizer.from_contract(contract), "fp32"),
+        seed=0,
+        incarnations=[0],
+    )
+    request.addfinalizer(rollouts.close)
+    hangs = ray.get(rollouts.actors[0].pid.remote())
+    os.kill(hangs, signal.SIGSTOP)
+    arrived, deadline = [], time.monotonic() + 90
+    while not arrived and time.monotonic() < deadline:
+        rollouts.pump(64, "random")
+        arrived = rollouts.poll(0.2)
+    assert [one.chunk.incarnation for one in arrived][:1] == [1]
+    assert rollouts.restarts == 1
