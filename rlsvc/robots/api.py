@@ -21,7 +21,7 @@ Torque = Literal["hold", "release"]
 """What a stopped robot's motors do: hold the position where it stopped, or let go."""
 
 
-class ConnectionLost(Exception):
+class ConnectionLost(Exception):  # noqa: N818 - a loss is what it is
     """The robot, or one of its cameras, does not answer. The episode is given up, and the connection made anew."""
 
 
@@ -85,7 +85,7 @@ class Driver(Protocol):
         ...
 
     def send(self, command: np.ndarray) -> None:
-        """Command [A] float32, absolute, in the unit of `action`. Raises ConnectionLost."""
+        """Command [A] floats, absolute, in the unit of `action`. Raises ConnectionLost."""
         ...
 
     def stop(self, torque: Torque) -> None:
