@@ -170,11 +170,8 @@ class Guard:
         high = np.min([high for _, high in bounds.values()], axis=0)
         if not (low <= high).all():  # also where what was measured is not finite
             i = int(np.flatnonzero(~(low <= high))[0])
-            return Verdict(
-                None,
-                "step",
-                why=f"joint '{self._names[i]}' is {abs(measured[i] - self._last[i]):.4g} from where it was sent",
-            )
+            away = abs(measured[i] - self._last[i])
+            return Verdict(None, "step", why=f"joint '{self._names[i]}' is {away:.4g} from where it was sent")
         limited = np.clip(command, low, high)
         clipped = tuple(name for name, (least, most) in bounds.items() if ((command < least) | (command > most)).any())
         if clipped and self.spec.on_limit == "refuse":

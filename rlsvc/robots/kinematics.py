@@ -6,7 +6,7 @@ Letters: A joints, P points.
 from __future__ import annotations
 
 import importlib.resources
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,8 @@ def make_sites(spec: WorkspaceSpec, action: Feature) -> Sites:
 
     Args:
         spec: the workspace.
-        action: of the robot: its names, without a suffix such as ".pos", are the model's joints; its unit is deg or rad.
+        action: of the robot; its names, without a suffix such as ".pos", are the model's joints, its unit is deg or
+            rad.
 
     Returns:
         A function of joints [A], in the unit of the action, to points [P, 3] in the model's world, m.
@@ -32,19 +33,18 @@ def make_sites(spec: WorkspaceSpec, action: Feature) -> Sites:
     Raises:
         UserError: a model that is not there or cannot be read, a joint or point that it does not have, another unit.
     """
-    import mujoco
+    import mujoco as mj
+
+    mujoco: Any = mj  # its stubs lack what comes from C
 
     if action.unit not in ("deg", "rad"):
         raise UserError(
             f"guard.workspace: the robot's joints are in '{action.unit or 'no unit'}', and kinematics need deg or rad"
         )
-    file = (
-        Path(str(importlib.resources.files("rlsvc.robots") / MODELS[spec.model]))
-        if spec.model in MODELS
-        else Path(spec.model)
-    )
+    own = importlib.resources.files("rlsvc.robots")
+    file = str(own / MODELS[spec.model]) if spec.model in MODELS else spec.model
     try:
-        model = mujoco.MjModel.from_xml_path(str(file))
+        model = mujoco.MjModel.from_xml_path(file)
     except ValueError as error:
         raise UserError(f"guard.workspace.model: '{spec.model}' cannot be read ({error})") from error
     data = mujoco.MjData(model)
@@ -60,8 +60,8 @@ def make_sites(spec: WorkspaceSpec, action: Feature) -> Sites:
     return sites
 
 
-def _joint(model: object, name: str) -> int:
-    names = {model.joint(i).name: int(model.jnt_qposadr[i]) for i in range(model.njnt)}  # type: ignore[attr-defined]
+def _joint(model: Any, name: str) -> int:
+    names = {model.joint(i).name: int(model.jnt_qposadr[i]) for i in range(model.njnt)}
     if name not in names:
         guess = nearest(name, names)
         hint = f" (did you mean '{guess}'?)" if guess else ""
@@ -69,9 +69,9 @@ def _joint(model: object, name: str) -> int:
     return names[name]
 
 
-def _point(model: object, name: str) -> tuple[bool, int]:
-    sites = {model.site(i).name: (True, i) for i in range(model.nsite)}  # type: ignore[attr-defined]
-    bodies = {model.body(i).name: (False, i) for i in range(model.nbody)}  # type: ignore[attr-defined]
+def _point(model: Any, name: str) -> tuple[bool, int]:
+    sites = {model.site(i).name: (True, i) for i in range(model.nsite)}
+    bodies = {model.body(i).name: (False, i) for i in range(model.nbody)}
     found = bodies | sites
     if name not in found:
         raise UserError(f"guard.workspace.sites: the model has no '{name}'; it has: {', '.join(found)}")

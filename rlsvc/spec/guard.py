@@ -1,5 +1,6 @@
-"""The limits of a robot (rlsvc/robots/guard.py). None of them has a default: an arm whose limits nobody wrote down does
-not move.
+"""The limits of a robot (rlsvc/robots/guard.py).
+
+None of them has a default: an arm whose limits nobody wrote down does not move.
 
 Letters: A action dimensions.
 """
@@ -48,7 +49,7 @@ class GuardSpec(Spec):
     """Largest change of that speed, per second squared. Commands also keep the way that braking takes away from `low`
     and `high`."""
     step: tuple[Positive, ...]
-    """Largest distance of a command from the joint's measured position: what an arm that is held up can be pushed by."""
+    """Largest distance of a command from the joint's measured position: how hard an arm that is held up is pushed."""
     workspace: WorkspaceSpec | None
     """Where points of the arm must stay; null has to be written, and leaves the joints' limits alone."""
     time_to_live_s: float = Field(gt=0, le=10)
@@ -58,8 +59,8 @@ class GuardSpec(Spec):
     torque: Literal["hold", "release"]
     """What the motors of a stopped robot do. hold: keep the position; release: let go, for arms that may fall."""
     on_limit: Literal["clip", "refuse"]
-    """What becomes of a command beyond the limits of joints, velocity, acceleration and step. clip: the nearest one that
-    is allowed is sent; refuse: none is. Beyond the workspace every command is refused."""
+    """What becomes of a command beyond the limits of joints, velocity, acceleration and step. clip: the nearest one
+    that is allowed is sent; refuse: none is. Beyond the workspace every command is refused."""
 
     @property
     def num_joints(self) -> int:

@@ -1,4 +1,4 @@
-"""Commands, stops and ways out of a guarded robot: in this process, and from outside of one that was killed or stopped."""
+"""Commands, stops and ways out of a guarded robot, in this process and from outside of one that was killed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_arm_is_stopped_when_commands_stop_and_stays_so_until_a_person_resum
     assert robot.stopped.by == "watchdog"
     assert [(line["what"], line.get("torque")) for line in read_log(log)][-1] == ("stop", "hold")
     assert command(robot, [0.01, 0.0], token).refused == "stopped"
-    with pytest.raises(UserError, match="was stopped by watchdog .* a person has to resume it"):
+    with pytest.raises(UserError, match=r"was stopped by watchdog .* a person has to resume it"):
         robot.start()
     with pytest.raises(UserError, match="a person has to say who"):
         robot.resume(" ")
@@ -186,7 +186,7 @@ def test_a_state_without_the_position_of_an_action_is_refused(arm):
     from rlsvc.core.contract import Feature
 
     arm.action = Feature((2,), "float32", "rad", ("shoulder.pos", "gripper.pos"))
-    with pytest.raises(UserError, match="missing: gripper.pos"):
+    with pytest.raises(UserError, match=r"missing: gripper\.pos"):
         GuardedRobot(f"state-{os.getpid()}", arm, SPEC, rate_hz=20.0).connect()
 
 
