@@ -122,8 +122,12 @@ class GuardedRobot:
         """The newest measurement. Raises ConnectionLost."""
         with self._bus:
             reading = self.driver.read()
-        self._measured = reading.values[STATE][self._joints].astype(np.float64)
+        self._measured = self.positions(reading)
         return reading
+
+    def positions(self, reading: Reading) -> np.ndarray:
+        """[A] float64, the measured position of each action dimension."""
+        return reading.values[STATE][self._joints].astype(np.float64)
 
     def start(self) -> Reading:
         """Let commands through: the robot's present position is where they begin.
