@@ -1,4 +1,4 @@
-"""An arm of two joints for the guard's tests: it stands where it was last sent, and writes down what reached it."""
+"""An arm of two joints for tests: it stands where it was last sent, and writes down what reached it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from rlsvc.core.contract import Feature
 from rlsvc.robots.api import ConnectionLost, Reading, Stopper
 
 NAMES = ("shoulder.pos", "elbow.pos")
+CAMERA = "observation.images.top"
 
 
 class FakeArm:
     """Follows at once; `log` gets a line for each thing that reaches the hardware, from whichever process."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, camera: bool = False) -> None:
         self.log = log
         self.position = np.zeros(2)
         self.observation = {"observation.state": Feature((2,), "float32", "rad", NAMES)}
+        if camera:
+            self.observation[CAMERA] = Feature((48, 64, 3), "uint8")
+        self.frame = np.full((48, 64, 3), (200, 30, 30), np.uint8)
         self.action = Feature((2,), "float32", "rad", NAMES)
         self.lost = False
         self.closed = False
@@ -32,7 +36,11 @@ class FakeArm:
     def read(self) -> Reading:
         if self.lost:
             raise ConnectionLost("the arm does not answer")
-        return Reading({"observation.state": self.position.astype(np.float32)}, {"observation.state": time.monotonic()})
+        now = time.monotonic()
+        values = {"observation.state": self.position.astype(np.float32)}
+        if CAMERA in self.observation:
+            values[CAMERA] = self.frame
+        return Reading(values, dict.fromkeys(values, now))
 
     def send(self, command: np.ndarray) -> None:
         if self.lost:
