@@ -118,6 +118,18 @@ class GuardedRobot:
         self._watchdog = threading.Thread(target=self._watch, name=f"watchdog of {self.robot}", daemon=True)
         self._watchdog.start()
 
+    def reconnect(self) -> None:
+        """Find a robot again that was lost; commands are let through after the next `start`.
+
+        Raises:
+            UserError, ConnectionLost: as `Driver.connect`.
+        """
+        with self._bus:
+            self.guard.end()
+            self._expect(math.inf)
+            self.driver.close()
+            self.driver.connect()
+
     def read(self) -> Reading:
         """The newest measurement. Raises ConnectionLost."""
         with self._bus:

@@ -1,0 +1,359 @@
+"""`rlsvc collect`: a session at a robot, episode after episode, into a dataset.
+
+Letters: T observation steps, H actions of a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlsvc.core.contract import TEXT, Contract
+from rlsvc.core.errors import ContractError, UserError
+from rlsvc.core.history import ObservationHistory
+from rlsvc.data.recorder import CameraLostError, EpisodeLostError, Outcome, Recorder
+from rlsvc.robots.api import ConnectionLost
+from rlsvc.robots.drivers import make_driver, make_teleop
+from rlsvc.robots.guarded import GuardedRobot
+from rlsvc.robots.handover import Handover
+from rlsvc.robots.kinematics import make_sites
+from rlsvc.robots.operator import Jog, Marked, Operator
+from rlsvc.robots.station import Station, Step
+from rlsvc.serve.console.app import ConsoleServer
+from rlsvc.serve.console.hub import ConsoleHub
+from rlsvc.spec.collect import ActorSpec, CollectSpec
+
+log = logging.getLogger(__name__)
+POLL_S = 0.05
+RECONNECT_S = 1.0
+METRICS_S = 1.0
+
+
+class Actor(Protocol):
+    """A policy, here or far away."""
+
+    contract: Contract
+    version: str
+    execute: int
+
+    def begin(self, seed: int) -> None:
+        """An episode begins."""
+        ...
+
+    def act(self, window: Mapping[str, np.ndarray], tick: int) -> np.ndarray:
+        """A chunk [H, A] for a window by name [T, ...]."""
+        ...
+
+    def close(self) -> None:
+        """Free it."""
+        ...
+
+
+class BundleActor:
+    """A bundle that acts in this process."""
+
+    def __init__(self, spec: ActorSpec) -> None:
+        """Load and compile. Raises BundleError."""
+        from rlsvc.runner import PolicyRunner
+        from rlsvc.store.registry import resolve
+
+        assert spec.bundle is not None
+        self._runner = PolicyRunner.load(resolve(spec.bundle), sample_steps=spec.sample_steps)
+        self._runner.warm_up()
+        self.contract, self.version = self._runner.contract, self._runner.version[:12]
+        robot = self._runner.robot
+        self.execute = spec.execute or (robot.execute if robot and robot.execute else self.contract.action_horizon)
+        self.begin(0)
+
+    def begin(self, seed: int) -> None:
+        """An episode begins."""
+        self._seed, self._carry = seed, None
+
+    def act(self, window: Mapping[str, np.ndarray], tick: int) -> np.ndarray:
+        """A chunk [H, A]."""
+        batch = {key: value[None] for key, value in window.items()}
+        chunk = self._runner.act(batch, np.array([self._seed]), np.array([tick]), self._carry)
+        self._carry = chunk.carry
+        return chunk.action[0]
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class ServedActor:
+    """A served policy."""
+
+    def __init__(self, spec: ActorSpec) -> None:
+        """Connect. Raises UserError, PolicyUnavailableError."""
+        from rlsvc.client import PolicyClient
+
+        assert spec.url is not None
+        self._client = PolicyClient(spec.url)
+        self.contract, self.version = self._client.contract, self._client.version[:12]
+        self.execute = spec.execute or self._client.execute or self.contract.action_horizon
+        self._seed = 0
+
+    def begin(self, seed: int) -> None:
+        """An episode begins."""
+        self._seed = seed
+
+    def act(self, window: Mapping[str, np.ndarray], tick: int) -> np.ndarray:
+        """A chunk [H, A]."""
+        reply = self._client.act(window, seed=self._seed, step=tick)
+        self.version = reply.version[:12]
+        return reply.action
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._client.close()
+
+
+@dataclass(frozen=True)
+class CollectResult:
+    """What a session made.
+
+    Attributes:
+        dataset: its folder.
+        episodes: kept in this session.
+        discarded: not kept.
+        interrupted: whether it ended before all were there.
+        metrics: of the loop: rate, cameras, guard.
+    """
+
+    dataset: Path
+    episodes: int
+    discarded: int
+    interrupted: bool
+    metrics: dict[str, float]
+
+
+def collect(
+    spec: CollectSpec, *, say: Callable[[str], None] = log.info, stop: threading.Event | None = None
+) -> CollectResult:
+    """Run a session.
+
+    Args:
+        spec: of it.
+        say: told what happens, a line at a time.
+        stop: set from outside to end the session after the step under way; the episode under way is not kept.
+
+    Raises:
+        UserError: whatever does not fit, before the robot moves; names it.
+    """
+    session = _Session(spec, say, stop or threading.Event())
+    with session:
+        return session.run()
+
+
+class _Session:
+    """A robot, its people, its policy and its dataset, for one call of `collect`."""
+
+    def __init__(self, spec: CollectSpec, say: Callable[[str], None], stop: threading.Event) -> None:
+        self.spec, self.say, self.stop = spec, say, stop
+        self._stack = ExitStack()
+        self._seed = 0
+
+    def __enter__(self) -> _Session:
+        with ExitStack() as stack:
+            spec, place = self.spec, self.spec.station
+            driver = make_driver(place.driver)
+            self.actor = _make_actor(spec.policy, stack)
+            if self.actor is not None:
+                _check_contract(self.actor.contract, driver, place.rate_hz, f"robot '{place.id}'")
+            sites = make_sites(place.guard.workspace, driver.action) if place.guard.workspace else None
+            self.recorder = stack.enter_context(
+                Recorder(spec.dataset, driver.observation, driver.action, place.rate_hz, spec.robot_type)
+            )
+            teleop = make_teleop(place.teleop, driver, stack)
+            self.robot = stack.enter_context(GuardedRobot(place.id, driver, place.guard, place.rate_hz, sites=sites))
+            self.operator = Operator(self.robot)
+            self.station = Station(
+                self.robot, self.operator, rate_hz=place.rate_hz, max_skew_s=place.max_skew_s, teleop=teleop
+            )
+            self.hub = ConsoleHub(self.robot, self.operator, teleop if isinstance(teleop, Jog) else None)
+            self.hub.progress.episodes, self.hub.progress.task = spec.episodes, spec.task
+            if spec.console is not None:
+                console = ConsoleServer(self.hub, spec.console.host, spec.console.port)
+                stack.callback(console.close)
+                self.say(f"console: {console.url}")
+            self.handover = self._make_handover()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def run(self) -> CollectResult:
+        kept, discarded, number = 0, 0, 0
+        while kept < self.spec.episodes and not self.stop.is_set():
+            self.hub.progress.episode = kept
+            if not self._await_start():
+                break
+            outcome, reward, source = self._episode(number)
+            number += 1
+            if outcome is None or not self.recorder.num_steps:
+                self.recorder.discard()
+                discarded += 1
+                continue
+            try:
+                index = self.recorder.end_episode(outcome, self.spec.task, reward=reward, reward_source=source)
+            except EpisodeLostError as error:
+                self._tell(str(error))
+                discarded += 1
+                continue
+            kept += 1
+            self._tell(f"episode {index} is saved: {outcome}")
+        metrics = self.station.metrics()
+        return CollectResult(self.recorder.path, kept, discarded, kept < self.spec.episodes, metrics)
+
+    def _await_start(self) -> bool:
+        """Whether an episode is to begin; False when the session is to end."""
+        self.hub.progress.state = "waiting"
+        if self.spec.console is None:
+            return not self.stop.is_set()
+        while not self.stop.is_set():
+            if self.operator.await_start(POLL_S):
+                if self.robot.stopped is None:
+                    return True
+                self._tell(f"the robot is stopped ({self.robot.stopped.why}); resume it first")
+        return False
+
+    def _episode(self, number: int) -> tuple[Outcome | None, float | None, str | None]:
+        """Outcome (None: not to be kept), and the reward of the last step with its source where a person gave one."""
+        progress = self.hub.progress
+        progress.state, progress.said = "running", ""
+        if self.handover is not None and self.actor is not None:
+            self.handover.reset()
+            self._seed = (self.spec.seed + number) % 2**31
+            self.actor.begin(self._seed)
+            progress.policy = self.actor.version
+        try:
+            self.station.begin()
+            outcome = self._ticks()
+            if self.robot.stopped is None:
+                self.station.end()
+        except (ConnectionLost, CameraLostError) as error:
+            self._tell(f"the episode ends: {error}")
+            self._find_again()
+            return "cut", None, None
+        except EpisodeLostError as error:
+            self._tell(str(error))
+            self.robot.rest()
+            return None, None, None
+        except UserError as error:
+            if self.spec.console is None:
+                raise
+            self._tell(str(error))
+            return None, None, None
+        if isinstance(outcome, Marked):
+            if outcome.ending == "discard":
+                return None, None, None
+            return outcome.ending, float(outcome.ending == "success"), outcome.by
+        return outcome, None, None
+
+    def _ticks(self) -> Marked | Outcome | None:
+        """Tick after tick; how a person ended the episode, or "cut", or None when the session ends."""
+        history = ObservationHistory(self.actor.contract.n_obs_steps) if self.actor else None
+        last = self.spec.episode_s * self.spec.station.rate_hz
+        told = time.monotonic()
+        was_person = False
+        while not self.stop.is_set():
+            reading = self.station.observe()
+            planned = None
+            window = None if history is None else history.append(self._seen(reading.values))
+            if self.handover is not None and self.operator.in_control is None:
+                if was_person and self.actor is not None:
+                    self.handover.reset()
+                    self.actor.begin(self._seed)
+                assert window is not None
+                tick = self.station.pacer.tick
+                planned = self.handover.command(window, min(reading.stamps.values()), tick)
+            step = self.station.act(planned, reading, "" if self.actor is None else self.actor.version)
+            was_person = step.intervention
+            if step.verdict is not None or step.tick > 0:
+                self._record(step)
+            self.hub.publish(step)
+            if time.monotonic() - told > METRICS_S:
+                told, self.hub.metrics = time.monotonic(), self.station.metrics()
+            if (marked := self.operator.take_mark()) is not None:
+                return marked
+            if self.robot.stopped is not None:
+                self._tell(f"the robot was stopped by {self.robot.stopped.by}: {self.robot.stopped.why}")
+                return "cut"
+            if step.tick + 1 >= last:
+                return "cut"
+        return None
+
+    def _record(self, step: Step) -> None:
+        asked = step.commanded if np.isfinite(step.commanded).all() else step.action
+        row = {
+            **step.reading.values,
+            "action": step.action,
+            "commanded": asked,
+            "intervention": step.intervention,
+            "actor": step.actor,
+            "reward": 0.0,
+            "reward_source": "",
+        }
+        self.recorder.add(row, step.reading.stamps)
+
+    def _seen(self, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """What the policy sees of a reading."""
+        assert self.actor is not None
+        return {
+            key: self.spec.task if feature.dtype == TEXT else values[key]
+            for key, feature in self.actor.contract.observation.items()
+        }
+
+    def _make_handover(self) -> Handover | None:
+        spec, actor = self.spec.policy, self.actor
+        if spec is None or actor is None:
+            return None
+        if actor.execute > actor.contract.action_horizon:
+            raise UserError(
+                f"policy.execute: got {actor.execute}, the policy's chunks have {actor.contract.action_horizon} actions"
+            )
+        return Handover(actor.act, spec.mode, execute=actor.execute, ahead=spec.ahead, blend=spec.blend)
+
+    def _find_again(self) -> None:
+        """Connect to a robot that was lost, until it is there or the session ends."""
+        self.hub.progress.state = "reconnecting"
+        while not self.stop.is_set():
+            try:
+                self.robot.reconnect()
+                return
+            except (ConnectionLost, UserError) as error:
+                self._tell(f"robot '{self.robot.robot}' is not there yet: {error}")
+                self.stop.wait(RECONNECT_S)
+
+    def _tell(self, what: str) -> None:
+        self.hub.progress.said = what
+        self.say(what)
+
+
+def _make_actor(spec: ActorSpec | None, stack: ExitStack) -> Actor | None:
+    if spec is None:
+        return None
+    actor: Actor = BundleActor(spec) if spec.bundle is not None else ServedActor(spec)
+    stack.callback(actor.close)
+    return actor
+
+
+def _check_contract(policy: Contract, driver: Any, rate_hz: float, robot: str) -> None:
+    """Refuse a policy of another robot, by name."""
+    gives = {**driver.observation}
+    texts = {key: feature for key, feature in policy.observation.items() if feature.dtype == TEXT}
+    there = Contract({**gives, **texts}, driver.action, rate_hz)
+    try:
+        dataclasses.replace(policy, n_obs_steps=1, action_horizon=1).check_same(there, "policy", robot)
+    except ContractError as error:
+        raise ContractError(f"{error}; take a policy that was trained for this robot") from error

@@ -1,0 +1,80 @@
+"""`rlsvc collect`: demonstrations and policy rollouts of a robot into a LeRobot dataset (rlsvc/collect.py)."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlsvc.spec.base import Spec
+from rlsvc.spec.station import StationSpec
+
+
+class ActorSpec(Spec):
+    """The policy that acts while no person does, here or behind an endpoint."""
+
+    bundle: str | None = None
+    """Folder of a policy bundle, or models:/name@alias, that acts in this process."""
+    url: str | None = None
+    """Address of a served policy: "host:port"."""
+    mode: Literal["sync", "async"] = "async"
+    """sync: the robot waits for each chunk; async: the next chunk is made while the last one is executed."""
+    execute: int | None = Field(default=None, ge=1)
+    """Actions of each chunk before the next one is asked for; null takes what the policy's robot executes, or all."""
+    ahead: int | None = Field(default=None, ge=0)
+    """async: asks when so many of them are left; null asks as soon as a chunk has come."""
+    blend: bool = True
+    """async: where two chunks overlap the new one's share grows along the overlap. Off for policies with real-time
+    chunking, which go on from the old chunk by themselves."""
+    sample_steps: int | None = Field(default=None, ge=1)
+    """Denoising steps of a bundle; null takes its own."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.bundle is None) == (self.url is None):
+            raise ValueError("bundle, url: expected one of the two")
+        if self.execute is not None and self.ahead is not None and self.ahead > self.execute:
+            raise ValueError(f"ahead: got {self.ahead}, at most execute = {self.execute}")
+        return self
+
+
+class ConsoleSpec(Spec):
+    """The web page for people."""
+
+    host: str = "127.0.0.1"
+    """Listens on this address; anything but loopback opens the robot to whoever has the key on that network."""
+    port: int = Field(default=8765, ge=0, le=65535)
+    """0 takes a free one."""
+
+
+class CollectSpec(Spec):
+    """A session at a robot."""
+
+    station: StationSpec
+    """The robot."""
+    task: str = Field(min_length=1)
+    """What it is to do; the policy's prompt, and the dataset's task."""
+    dataset: str
+    """Folder of the dataset: a new one, or one of this robot to add to."""
+    robot_type: str = Field(min_length=1)
+    """Kind of robot, as datasets call it ("so101")."""
+    episodes: int = Field(ge=1)
+    """How many are to be kept; discarded ones do not count."""
+    episode_s: float = Field(gt=0)
+    """Longest episode, s; one that lasts so long is cut."""
+    policy: ActorSpec | None = None
+    """What acts while no person does; null: people alone."""
+    console: ConsoleSpec | None = ConsoleSpec()
+    """null: episodes begin by themselves and end with their time, for tests and robots that need nobody."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of the policy's noise: each episode has one that follows from it."""
+
+    @model_validator(mode="after")
+    def _somebody_acts(self) -> Self:
+        if self.policy is None and self.station.teleop is None:
+            raise ValueError(
+                "policy, station.teleop: got neither, so nothing would move the robot; give one of the two"
+            )
+        if self.console is None and self.policy is None:
+            raise ValueError("console: null needs a policy, since nobody could take over")
+        return self
