@@ -34,7 +34,9 @@ LIMITS: dict[str, Any] = {
     "low": (-1.9, -1.7, -1.7, -1.6, -2.7, 0.0), "high": (1.9, 1.7, 1.6, 1.6, 2.8, 1.7),
     "velocity": (2.0, 2.0, 2.5, 3.0, 4.0, 5.0), "acceleration": (20.0, 15.0, 25.0, 30.0, 60.0, 80.0),
     "step": (0.3, 0.3, 0.3, 0.4, 0.5, 0.6),
-    "workspace": {"model": "-", "sites": ("tool",), "low": (-0.2, -0.25, -1.0), "high": (0.3, 0.25, 1.0)},
+    "workspace": {
+        "model": "-", "sites": ("tool",), "low": (-0.2, -0.25, -1.0), "high": (0.3, 0.25, 1.0), "unit": "rad",
+    },
     "time_to_live_s": 0.5, "expiry_s": 2.0, "torque": "hold",
 }  # fmt: skip
 EDGE = 1e-9
@@ -135,6 +137,7 @@ class Clock:
         self.now = time.monotonic() + 1e6
 
     def __call__(self) -> float:
+        """Now, s."""
         return self.now
 
 
@@ -224,9 +227,8 @@ def main() -> None:
     unsafe: collections.Counter[str] = sum((result[1] for result in results), collections.Counter())
     counts: collections.Counter[str] = sum((result[2] for result in results), collections.Counter())
     total = each * args.processes
-    print(
-        f"{total} commands in {time.monotonic() - begin:.0f} s, {arrived} reached the robot, {unsafe['commands']} unsafe"
-    )
+    took = time.monotonic() - begin
+    print(f"{total} commands in {took:.0f} s, {arrived} reached the robot, {unsafe['commands']} unsafe")
     for name, count in sorted(counts.items()):
         print(f"  {name}: {count}")
     for name, count in sorted(unsafe.items()):

@@ -17,17 +17,21 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class WorkspaceSpec(Spec):
-    """A box that points of the arm must stay in, by the forward kinematics of a MuJoCo model."""
+    """A box that points of the arm must stay in, by its forward kinematics."""
 
     model: str
-    """File of the model (MJCF or URDF), whose joints have the names of the action's dimensions; or the name of one that
-    comes with rlsvc."""
+    """File of a MuJoCo model (MJCF or URDF), whose joints have the names of the action's dimensions without a suffix
+    such as ".pos"; or one that comes with rlsvc: so101, cr5."""
     sites: tuple[str, ...] = Field(min_length=1)
-    """Sites or bodies of the model that must stay inside: the tool, the elbow."""
+    """Sites or bodies of the model that must stay inside: the tool, the elbow. cr5 has `flange` alone."""
     low: tuple[float, float, float]
-    """Smallest x, y, z in the frame of the model's world, m."""
+    """Smallest x, y, z in the frame of the arm's base, m."""
     high: tuple[float, float, float]
     """Largest x, y, z, m."""
+    unit: Literal["deg", "rad"]
+    """Of the joints in the robot's action."""
+    without: tuple[str, ...] = ()
+    """Dimensions of the action that move none of these points: the gripper."""
 
     @model_validator(mode="after")
     def _a_box(self) -> Self:

@@ -178,7 +178,7 @@ def test_a_guard_that_refuses_sends_no_nearest_command():
 
 
 def test_a_point_beyond_the_workspace_is_refused_by_name():
-    box = {"model": "arm.xml", "sites": ("tool",), "low": (-1.0, -1.0, 0.1), "high": (1.0, 1.0, 2.0)}
+    box = {"model": "arm.xml", "sites": ("tool",), "low": (-1.0, -1.0, 0.1), "high": (1.0, 1.0, 2.0), "unit": "rad"}
 
     def sites(joints: np.ndarray) -> np.ndarray:
         return np.array([[0.0, 0.0, 1.0 + 5 * joints[0]]])
@@ -201,7 +201,7 @@ def test_limits_of_another_number_of_joints_are_refused():
 
 
 def test_a_workspace_without_kinematics_is_refused():
-    box = {"model": "arm.xml", "sites": ("tool",), "low": (-1.0, -1.0, 0.1), "high": (1.0, 1.0, 2.0)}
+    box = {"model": "arm.xml", "sites": ("tool",), "low": (-1.0, -1.0, 0.1), "high": (1.0, 1.0, 2.0), "unit": "rad"}
     with pytest.raises(UserError, match="no kinematics"):
         Guard(spec(workspace=box), ACTION, RATE)
 
