@@ -8,26 +8,32 @@ host and boot that clock is of.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import cv2
-import mujoco
+import mujoco as _mujoco
 import numpy as np
+
+from rlsvc.core.errors import UserError, unknown_name
+from rlsvc.robots.camera_watch import boot_id
+
+mujoco: Any = _mujoco  # its names are made at run time
 
 BOUNDARY = "frame"
 QUALITY = 90
 
 
-def boot_id() -> str:
-    """What tells this host's monotonic clock from any other."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+Fault = Literal["black", "frozen", "silent"] | None
+"""What a camera does wrong: black frames, one frame again and again, none at all."""
 
 
 @dataclass
@@ -39,14 +45,14 @@ class View:
         width: px.
         height: px.
         fps: frames a second.
-        fault: what it does wrong: black frames, one frame again and again, or none at all.
+        fault: at first.
     """
 
     name: str
     width: int = 640
     height: int = 480
     fps: float = 10.0
-    fault: Literal["black", "frozen", "silent"] | None = None
+    fault: Fault = None
 
 
 class Stream:
@@ -69,74 +75,128 @@ class Stream:
             return self._frame
 
 
-class Renderer:
-    """Draws all views of a model in a thread of its own, which owns the OpenGL context. A context manager.
+class CameraProcess:
+    """Draws views of a model and serves them, in a process of its own: physics and the bus don't wait for pictures.
+
+    A context manager; the process ends with it, and with the process that started it, however that ends.
 
     Attributes:
-        streams: by the name of the view.
+        urls: of the streams, by the name of the view.
     """
 
-    def __init__(self, model: mujoco.MjModel, state: Callable[[], np.ndarray], views: Mapping[str, View]) -> None:
-        """`state` returns qpos; it is called in the thread, once a frame."""
-        self.streams = {name: Stream() for name in views}
-        self._model, self._state, self._views = model, state, views
-        self._done = threading.Event()
-        self._ready = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="cameras", daemon=True)
+    def __init__(self, model: Path, views: Mapping[str, View], size: int, port: int = 0) -> None:
+        """`model`: an MJCF file; `size`: of its qpos; `port`: of HTTP, 0 takes a free one."""
+        context = multiprocessing.get_context("spawn")
+        self.urls: dict[str, str] = {}
+        self._views = views
+        self._shared = np.frombuffer(context.RawArray("d", size + 2))
+        self._pipe, theirs = context.Pipe()
+        arguments = (str(model), dict(views), self._shared.base, theirs, port)
+        self._process = context.Process(target=_draw, args=arguments, name="cameras", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait()
-        if self._error is not None:
-            raise self._error
+        self._process.start()
+        while not self._pipe.poll(0.1):
+            if not self._process.is_alive():
+                raise UserError(f"the cameras' process has ended (exit code {self._process.exitcode})")
+        told = self._pipe.recv()
+        if isinstance(told, str):
+            self._process.join()
+            raise UserError(f"the cameras can't draw: {told}. Install EGL (apt install libegl1 libgl1-mesa-dri)")
+        self.urls = told
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
+        self._pipe.close()
+        self._process.join()
 
-    def _run(self) -> None:
-        renderers: dict[tuple[int, int], mujoco.Renderer] = {}
+    def show(self, qpos: np.ndarray) -> None:
+        """The state that the next frames show."""
+        # A sequence lock: odd while it is being written.
+        self._shared[0] += 1
+        self._shared[1] = time.monotonic()
+        self._shared[2:] = qpos
+        self._shared[0] += 1
+
+    def fault(self, name: str, fault: Fault) -> None:
+        """Let a camera do something wrong, or right again.
+
+        Raises:
+            NotFoundError: no such camera.
+        """
+        if name not in self._views:
+            raise unknown_name("camera", name, self._views)
+        self._pipe.send((name, fault))
+
+
+def _draw(path: str, views: dict[str, View], shared: Any, pipe: Connection, port: int) -> None:
+    """The process of the cameras."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
+    try:
+        model = mujoco.MjModel.from_xml_path(path)
+        data = mujoco.MjData(model)
+        renderers: dict[tuple[int, int], Any] = {}
+        for view in views.values():
+            if (size := (view.height, view.width)) not in renderers:
+                renderers[size] = mujoco.Renderer(model, *size)
+    except Exception as error:
+        pipe.send(str(error) or type(error).__name__)
+        return
+    streams = {name: Stream() for name in views}
+    with Web(streams, {}, {}, port) as web:
+        pipe.send({name: f"{web.url}/{name}.mjpg" for name in views})
         try:
-            data = mujoco.MjData(self._model)
-            for view in self._views.values():
-                size = (view.height, view.width)
-                if size not in renderers:
-                    renderers[size] = mujoco.Renderer(self._model, *size)
-        except Exception as error:
-            self._error = error
-            return
-        finally:
-            self._ready.set()
-        noise = np.random.default_rng(0).normal(0, 2, 1 << 22).round().astype(np.int16)
-        due = dict.fromkeys(self._views, time.monotonic())
-        last: dict[str, bytes] = {}
-        while not self._done.is_set():
-            name = min(due, key=due.__getitem__)
-            if self._done.wait(max(0.0, due[name] - time.monotonic())):
-                break
-            view = self._views[name]
-            due[name] = max(due[name] + 1 / view.fps, time.monotonic())
-            stamp = time.monotonic()
-            data.qpos[:] = self._state()
-            mujoco.mj_forward(self._model, data)
-            renderer = renderers[view.height, view.width]
-            renderer.update_scene(data, camera=view.name)
-            image = renderer.render()
-            # No two frames of a real sensor are alike.
-            start = int(stamp * 1e6) % (noise.size - image.size) if image.size < noise.size else 0
-            image = np.clip(image + np.resize(noise[start : start + image.size], image.shape), 0, 255).astype(np.uint8)
-            if view.fault == "black":
-                image[:] = 0
-            if view.fault != "silent":
-                if view.fault != "frozen" or name not in last:
-                    last[name] = cv2.imencode(".jpg", image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, QUALITY])[
-                        1
-                    ].tobytes()
-                self.streams[name].put(stamp, last[name])
-        for renderer in renderers.values():
-            renderer.close()
+            _render(model, data, np.frombuffer(shared), views, streams, renderers, pipe)
+        except (EOFError, OSError):
+            pass  # the owner has closed the pipe, or is dead
+    for renderer in renderers.values():
+        renderer.close()
+
+
+def _render(
+    model: Any,
+    data: Any,
+    shared: np.ndarray,
+    views: dict[str, View],
+    streams: dict[str, Stream],
+    renderers: dict[tuple[int, int], Any],
+    pipe: Connection,
+) -> None:
+    noise = np.random.default_rng(0).normal(0, 2, 1 << 22).round().astype(np.int16)
+    due = dict.fromkeys(views, time.monotonic())
+    last: dict[str, bytes] = {}
+    while True:
+        name = min(due, key=due.__getitem__)
+        while pipe.poll(max(0.0, due[name] - time.monotonic())):
+            changed, fault = pipe.recv()
+            views[changed].fault = fault
+        view = views[name]
+        due[name] = max(due[name] + 1 / view.fps, time.monotonic())
+        stamp, data.qpos[:] = _read(shared)
+        mujoco.mj_forward(model, data)
+        renderer = renderers[view.height, view.width]
+        renderer.update_scene(data, camera=view.name)
+        image = renderer.render().astype(np.int16)
+        # No two frames of a real sensor are alike.
+        start = int(stamp * 1e6) % max(1, noise.size - image.size)
+        image = np.clip(image + np.resize(noise[start : start + image.size], image.shape), 0, 255).astype(np.uint8)
+        if view.fault == "black":
+            image[:] = 0
+        if view.fault == "silent":
+            continue
+        if view.fault != "frozen" or name not in last:
+            last[name] = cv2.imencode(".jpg", image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, QUALITY])[1].tobytes()
+        streams[name].put(stamp, last[name])
+
+
+def _read(shared: np.ndarray) -> tuple[float, np.ndarray]:
+    """When the state was taken, and qpos."""
+    while True:
+        before = shared[0]
+        stamp, qpos = float(shared[1]), shared[2:].copy()
+        if before % 2 == 0 and before == shared[0] and before > 0:
+            return stamp, qpos
+        time.sleep(0.0002)
 
 
 class Web:

@@ -14,7 +14,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -23,6 +23,8 @@ from rlsvc.robots.feetech import Packet, take_packets
 from rlsvc.robots.virtual.sts3215 import Servo
 
 BAUD = {getattr(termios, f"B{rate}"): rate for rate in feetech.BAUD_RATES if hasattr(termios, f"B{rate}")}
+PERIOD = 0.002
+"""s."""
 GAP = 0.01
 """Of silence, s, after which the start of a packet is forgotten."""
 
@@ -57,8 +59,19 @@ class VirtualBus:
         faults: see Faults.
     """
 
-    def __init__(self, servos: Sequence[Servo], faults: Faults | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        servos: Sequence[Servo],
+        faults: Faults | None = None,
+        seed: int = 0,
+        move: Callable[[], None] | None = None,
+    ) -> None:
+        """`move` is called in the bus's thread every PERIOD: it lets time pass for what the servos move.
+
+        One thread for both: a packet never waits for physics that was interrupted in the middle.
+        """
         self.servos = list(servos)
+        self._move = move
         self.faults = faults or Faults()
         self._random = random.Random(seed)
         self._master, slave = os.openpty()
@@ -85,7 +98,8 @@ class VirtualBus:
         poll.register(self._wake, select.POLLIN)
         buffer, heard = bytearray(), 0.0
         while True:
-            events = dict(poll.poll(None if not buffer else 1000 * GAP))
+            self._pass()
+            events = dict(poll.poll(1000 * (PERIOD if self._move else GAP if buffer else 1.0)))
             if self._wake in events:
                 return
             state = events.get(self._master, 0)
@@ -102,8 +116,16 @@ class VirtualBus:
             elif state & select.POLLHUP:
                 buffer.clear()
                 time.sleep(0.002)  # nobody has the port open
-            elif not state:
-                buffer.clear()
+
+    def _pass(self) -> None:
+        if self._move is not None:
+            self._move()
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, PERIOD))
+            self._pass()
 
     def _lossy(self, data: bytes) -> bytes:
         rate = self.faults.drop_byte
@@ -165,7 +187,7 @@ class VirtualBus:
         delay = (
             2e-6 * servo.get("Return_Delay_Time") + 10 * len(answer) / feetech.BAUD_RATES[servo.get("Baud_Rate") & 7]
         )
-        time.sleep(delay + self.faults.latency)
+        self._wait(delay + self.faults.latency)
         if self.faults.drop_next > 0:
             self.faults.drop_next -= 1
         elif self._random.random() >= self.faults.drop_reply:

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +22,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlsvc.core.errors import UserError, unknown_name
-from rlsvc.robots.virtual.cameras import Renderer, View, Web
+from rlsvc.robots.virtual.cameras import CameraProcess, View, Web
 from rlsvc.robots.virtual.feetech import Faults, VirtualBus
-from rlsvc.robots.virtual.so101_sim import JOINTS, SO101Sim, write_calibration
+from rlsvc.robots.virtual.so101_sim import JOINTS, MODEL, SO101Sim, write_calibration
 
 CAMERAS = ("front", "wrist")
 BEHIND = 0.05
@@ -38,9 +37,9 @@ class VirtualSO101:
     Attributes:
         sim: the arm; take `sim.lock` to look at several of its values at one time.
         bus: the servos' bus; `bus.port` is what a driver opens, `bus.faults` what goes wrong on it.
-        views: the cameras by name; `fault` of each may be changed.
+        cameras: addresses of the cameras' streams by name.
         calibration: as in LeRobot's files, None if the motors are as the factory made them.
-        url: of the cameras (`/front.mjpg`) and of what stands under `Web` below.
+        url: of what this process answers: GET /state, POST /hand, /faults, /reset, in JSON.
         late: how often physics was too slow for the clock.
     """
 
@@ -52,49 +51,44 @@ class VirtualSO101:
         port: int = 0,
         assembly: tuple[int, ...] | None = None,
     ) -> None:
-        """No cameras by default; `port` is that of HTTP, `assembly` see so101_sim.ASSEMBLY (another arm has another)."""
+        """No cameras by default; `port` is that of HTTP, `assembly` see so101_sim.ASSEMBLY (each arm has its own)."""
         self.sim = SO101Sim(seed) if assembly is None else SO101Sim(seed, assembly)
         self.calibration = self.sim.calibrate() if calibrated else None
-        self.bus = VirtualBus(self.sim.servos, Faults(), seed)
-        self.views = dict(cameras or {})
+        self.bus = VirtualBus(self.sim.servos, Faults(), seed, self._move)
+        self.cameras: dict[str, str] = {}
         self.late = 0
+        self._views = dict(cameras or {})
+        self._drawing: CameraProcess | None = None
         self._port = port
-        self._done = threading.Event()
-        self._physics = threading.Thread(target=self._run, name="physics", daemon=True)
+        self._moved = 0.0
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            opened.enter_context(self.bus)
-            streams = {}
-            if self.views:
-                renderer = opened.enter_context(Renderer(self.sim.model, self._state, self.views))
-                streams = renderer.streams
-            get = {"state": self.state}
+            if self._views:
+                self._drawing = opened.enter_context(CameraProcess(MODEL, self._views, self.sim.model.nq))
+                self.cameras = self._drawing.urls
             post = {"hand": self._hand, "faults": self._faults, "reset": self._reset}
-            self.url = opened.enter_context(Web(streams, get, post, self._port)).url
-            self._physics.start()
+            self.url = opened.enter_context(Web({}, {"state": self.state}, post, self._port)).url
+            self._moved = time.monotonic()
+            opened.enter_context(self.bus)
             self._open = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._physics.join()
         self._open.close()
 
-    def _run(self) -> None:
+    def _move(self) -> None:
+        """Let physics catch up with the clock."""
         now = time.monotonic()
-        while not self._done.wait(self.sim.dt):
-            if time.monotonic() - now > BEHIND:
-                self.late += 1
-                now = time.monotonic() - BEHIND
-            while now < time.monotonic():
-                self.sim.step()
-                now += self.sim.dt
-
-    def _state(self) -> Any:
-        with self.sim.lock:
-            return self.sim.data.qpos.copy()
+        if now - self._moved > BEHIND:
+            self.late += 1
+            self._moved = now - BEHIND
+        while self._moved < now:
+            self.sim.step()
+            self._moved += self.sim.dt
+        if self._drawing is not None:
+            self._drawing.show(self.sim.data.qpos)
 
     def state(self) -> dict[str, Any]:
         """Angles (rad) and velocities (rad/s) by joint, torque by joint, the cube [7], and when (monotonic, s)."""
@@ -119,9 +113,9 @@ class VirtualSO101:
     def _faults(self, faults: dict[str, Any]) -> dict[str, Any]:
         """Fields of Faults, and `camera`: {name: fault}."""
         for name, fault in faults.pop("camera", {}).items():
-            if name not in self.views:
-                raise unknown_name("camera", name, self.views)
-            self.views[name].fault = fault
+            if self._drawing is None:
+                raise unknown_name("camera", name, ())
+            self._drawing.fault(name, fault)
         for name, value in faults.items():
             if name not in Faults.__dataclass_fields__:
                 raise unknown_name("fault", name, Faults.__dataclass_fields__)
@@ -137,11 +131,12 @@ class RemoteSO101:
     Attributes:
         port: serial.
         url: see VirtualSO101.
+        cameras: see VirtualSO101.
         pid: of its process.
     """
 
-    def __init__(self, port: str, url: str, pid: int) -> None:
-        self.port, self.url, self.pid = port, url, pid
+    def __init__(self, port: str, url: str, cameras: dict[str, str], pid: int) -> None:
+        self.port, self.url, self.cameras, self.pid = port, url, cameras, pid
 
     def state(self) -> dict[str, Any]:
         """See VirtualSO101.state."""
@@ -176,7 +171,7 @@ def start(*arguments: str) -> Iterator[RemoteSO101]:
         if not line:
             raise UserError(f"the virtual SO-101 did not start (exit code {child.wait()}); see its output above")
         told = json.loads(line)
-        yield RemoteSO101(told["port"], told["url"], child.pid)
+        yield RemoteSO101(told["port"], told["url"], told["cameras"], child.pid)
     finally:
         child.terminate()
         child.communicate()
@@ -205,11 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError:
         parser.error(f"--size: got '{given.size}', expected WIDTHxHEIGHT, such as 640x480")
     views = {name: View(name, width, height, given.fps) for name in names}
+    sys.setswitchinterval(0.0005)  # a servo answers at once, whatever the cameras do
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with VirtualSO101(views, not given.uncalibrated, given.seed, given.http_port) as arm:
         if given.id and arm.calibration:
             write_calibration(_calibration_file(given.calibration_dir, given.id, given.leader), arm.calibration)
-        told = {"port": arm.bus.port, "url": arm.url, "cameras": {name: f"{arm.url}/{name}.mjpg" for name in names}}
+        told = {"port": arm.bus.port, "url": arm.url, "cameras": arm.cameras}
         if given.json:
             sys.stdout.write(json.dumps(told) + "\n")
             sys.stdout.flush()

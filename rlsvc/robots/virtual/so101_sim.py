@@ -13,16 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mujoco
+import mujoco as _mujoco
 import numpy as np
 
 from rlsvc.core.errors import unknown_name
 from rlsvc.robots.virtual.feetech_table import STEPS
 from rlsvc.robots.virtual.sts3215 import NO_LOAD_SPEED, RAD, STALL_TORQUE, Servo
 
+mujoco: Any = _mujoco  # its names are made at run time
+
 JOINTS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
 FULL_TURN = "wrist_roll"
 """The joint whose range LeRobot's calibration takes for granted."""
+MODEL = Path(__file__).with_name("so101.xml")
 REST = (0.0, -1.745, 1.62, 1.159, 0.0, 0.0)
 """rad: folded, where the arm also lies without torque."""
 ASSEMBLY = (37, -112, 64, 15, -20, 90)
@@ -44,7 +47,7 @@ class SO101Sim:
     """
 
     def __init__(self, seed: int = 0, assembly: tuple[int, ...] = ASSEMBLY) -> None:
-        self.model = mujoco.MjModel.from_xml_path(str(Path(__file__).with_name("so101.xml")))
+        self.model = mujoco.MjModel.from_xml_path(str(MODEL))
         self.data = mujoco.MjData(self.model)
         self.lock = threading.RLock()
         self._range = self.model.jnt_range[: len(JOINTS)].copy()

@@ -6,29 +6,76 @@ bridge does. Encoder values are steps, 4096 a turn.
 Known of the firmware and done here: limits, homing offset, torque switch (with 128, the middle), EPROM that keeps a
 value only where it was written unlocked, acceleration and velocity of the way to the goal, P and D, torque limits,
 protection against overload, heat and voltage, error bits. Not modelled: modes other than position (the motor stands),
-the I coefficient, `Goal_Time`, backlash. What a real servo does on switching torque on after it was moved by hand is not
-documented; this one goes to its old goal, which is the worse case.
+the I coefficient, `Goal_Time`, backlash. What a real servo does when torque is switched on after it was moved by hand
+is not documented; this one goes to its old goal, which is the worse case.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import threading
+from dataclasses import dataclass
 
 from rlsvc.robots import feetech
 from rlsvc.robots.feetech import decode_signed, encode_signed
 from rlsvc.robots.virtual.feetech_table import EPROM_END, READ_ONLY, SIZE, STEPS, TABLE
 
+STALL_CURRENT = 2500
+"""mA."""
 STALL_TORQUE = 1.91
 """N m, 19.5 kg cm at 7.4 V, 1:345 gear (Feetech STS3215-C001)."""
 NO_LOAD_SPEED = 5.45
 """rad/s, 52 turns a minute at 7.4 V."""
-# Duty per radian and per rad/s at the factory's coefficients of 32, from the identified model of the servo (17.8 N m/rad
-# and 0.60 N m s/rad, of which the motor's own back-EMF makes 0.35; Open Duck Playground, as used by SO-ARM100).
+# Duty per radian and per rad/s at the factory's coefficients of 32, from an identified model of the servo (17.8 N m/rad
+# and 0.6 N m s/rad, of which the motor's back-EMF makes 0.35; Open Duck Playground, as used by SO-ARM100).
 P_DUTY = 17.8 / STALL_TORQUE / 32
 D_DUTY = (0.60 - STALL_TORQUE / NO_LOAD_SPEED) / STALL_TORQUE / 32
 RAD = 2 * math.pi / STEPS
 """Radians of a step."""
+
+
+PRESENT = struct.Struct("<HHHBBxBB")
+"""Present_Position to Moving, from address 56 on."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """What the control loop reads from the control table, decoded once after a write.
+
+    Attributes:
+        on: whether torque is on, in position mode.
+        offset: steps.
+        turns: positions beyond one turn.
+        goal: within the limits of position, steps.
+        fastest: steps/s.
+        acceleration: steps/s^2, 0 as fast as the motor can.
+        p: duty per step.
+        d: duty per step/s.
+        dead: steps in which nothing is done, below and above.
+        limit: of the duty.
+        overload: duty that counts as overload.
+        patience: of overload, s.
+        protective: duty in overload.
+        unload: error bits that switch something off.
+        moving: steps/s that count as moving.
+    """
+
+    on: bool
+    offset: int
+    turns: bool
+    goal: float
+    fastest: float
+    acceleration: float
+    p: float
+    d: float
+    dead: tuple[int, int]
+    limit: float
+    overload: float
+    patience: float
+    protective: float
+    unload: int
+    moving: float
 
 
 class Servo:
@@ -45,6 +92,7 @@ class Servo:
         self.temperature = 30
         self.voltage = 7.4
         self._lock = threading.RLock()
+        self._settings: Settings | None = None
         self._saved = bytearray(SIZE)
         for register in TABLE.values():
             self._put(self._saved, register.address, register.width, register.factory)
@@ -55,11 +103,13 @@ class Servo:
         """EPROM as it was saved, RAM as the factory has it; torque is off and the goal is where the servo stands."""
         with self._lock:
             self._memory = bytearray(self._saved)
+            self._settings = None
             self._pending: tuple[int, bytes] | None = None
             self._setpoint = self._setpoint_velocity = self._overloaded_s = 0.0
             self._overloaded = False
             self.set("Torque_Limit", self.get("Max_Torque_Limit"))
             self.set("Goal_Position", round(self.position))
+            self.set("Present_Position", round(self.position))
 
     def factory_reset(self) -> None:
         """The control table as the factory has it, but for the ID."""
@@ -91,6 +141,7 @@ class Servo:
         """Set a register, read-only ones too; for EPROM this is not what a write over the bus would save."""
         address, width, _, _, sign = TABLE[name]
         self._put(self._memory, address, width, value if sign is None else encode_signed(value, sign))
+        self._settings = None
 
     def save(self) -> None:
         """Keep EPROM as it is now over `power_on`."""
@@ -111,6 +162,7 @@ class Servo:
                     self._memory[at] = byte
                     if at < EPROM_END and not self.get("Lock"):
                         self._saved[at] = byte
+            self._settings = None
             if address <= feetech.TORQUE_ENABLE[0] < address + len(data):
                 self._switch()
 
@@ -156,59 +208,85 @@ class Servo:
             Duty cycle of the bridge in [-1, 1], or None where it is open and the shaft turns freely.
         """
         with self._lock:
+            now = self._settings or self._decode()
             self.encoder = encoder
-            position = self.position
-            duty = self._control(position, velocity, dt) if self.torque else None
-            if duty is None:
+            position = encoder - now.offset
+            if not now.turns:
+                position %= STEPS
+            error = self.error if self._unhealthy() else 0
+            if not now.on or error & now.unload & (feetech.TEMPERATURE | feetech.VOLTAGE):
+                duty = None
                 self._setpoint, self._setpoint_velocity = position, 0.0
-            self.set("Present_Position", round(position) if self.get("Phase") & 0x10 else round(position) % STEPS)
-            self.set("Present_Velocity", round(velocity))
-            self.set("Present_Load", round(1000 * (duty or 0.0)))
-            self.set("Present_Current", round(abs(duty or 0.0) * 2500 / 6.5))  # 2.5 A at stall
-            self.set("Present_Voltage", min(255, round(self.voltage * 10)))
-            self.set("Present_Temperature", min(255, round(self.temperature)))
-            self.set("Status", self.error)
-            self.set("Moving", int(abs(velocity) > 50 * self.get("Moving_Velocity_Threshold")))
+            else:
+                duty = self._control(now, position, velocity, dt)
+            shown = round(position) if now.turns else round(position) % STEPS
+            used = abs(duty or 0.0)
+            PRESENT.pack_into(
+                self._memory,
+                TABLE["Present_Position"].address,
+                encode_signed(shown, 15),
+                encode_signed(round(velocity), 15),
+                encode_signed(round(1000 * (duty or 0.0)), 10),
+                min(255, round(self.voltage * 10)),
+                min(255, round(self.temperature)),
+                error,
+                abs(velocity) > now.moving,
+            )
+            self._put(self._memory, 69, 2, round(used * STALL_CURRENT / 6.5))
             return duty
 
-    def _control(self, position: float, velocity: float, dt: float) -> float | None:
-        unload = self.get("Unloading_Condition")
-        if self.get("Operating_Mode") != 0 or self.error & unload & (feetech.TEMPERATURE | feetech.VOLTAGE):
-            return None
-        self._advance(dt)
-        error = self._setpoint - position
-        if -self.get("CCW_Dead_Zone") <= error <= self.get("CW_Dead_Zone"):
-            error = 0.0
-        asked = RAD * (P_DUTY * self.get("P_Coefficient") * error - D_DUTY * self.get("D_Coefficient") * velocity)
-        limit = min(self.get("Torque_Limit"), self.get("Max_Torque_Limit")) / 1000
-        asked = max(-limit, min(limit, asked))
-        if abs(asked) >= min(limit, self.get("Overload_Torque") / 100):
-            self._overloaded_s += dt
-            if self._overloaded_s >= self.get("Protection_Time") / 100 and unload & feetech.OVERLOAD:
-                self._overloaded = True
-        else:
-            self._overloaded, self._overloaded_s = False, 0.0
-        if self._overloaded:
-            limit = min(limit, self.get("Protective_Torque") / 100)
-        return max(-limit, min(limit, asked))
+    def _unhealthy(self) -> bool:
+        return self._overloaded or self.voltage != 7.4 or self.temperature != 30
 
-    def _advance(self, dt: float) -> None:
-        """Move the setpoint towards the goal, within the limits of position, velocity and acceleration."""
-        low, high = self.get("Min_Position_Limit"), self.get("Max_Position_Limit")
-        goal = self.get("Goal_Position")
-        if (low, high) != (0, 0):  # both 0: many turns
-            goal = max(low, min(high, goal))
-        way = goal - self._setpoint
-        fastest = abs(self.get("Goal_Velocity")) or NO_LOAD_SPEED / RAD
-        if acceleration := 100 * self.get("Acceleration"):
-            wanted = math.copysign(min(fastest, math.sqrt(2 * acceleration * abs(way))), way)
-            change = acceleration * dt
+    def _decode(self) -> Settings:
+        get = self.get
+        low, high = get("Min_Position_Limit"), get("Max_Position_Limit")
+        goal = get("Goal_Position")
+        limit = min(get("Torque_Limit"), get("Max_Torque_Limit")) / 1000
+        self._settings = Settings(
+            on=self.torque and get("Operating_Mode") == 0,
+            offset=get("Homing_Offset"),
+            turns=bool(get("Phase") & 0x10),
+            goal=goal if (low, high) == (0, 0) else max(low, min(high, goal)),  # both 0: many turns
+            fastest=abs(get("Goal_Velocity")) or NO_LOAD_SPEED / RAD,
+            acceleration=100.0 * get("Acceleration"),
+            p=RAD * P_DUTY * get("P_Coefficient"),
+            d=RAD * D_DUTY * get("D_Coefficient"),
+            dead=(-get("CCW_Dead_Zone"), get("CW_Dead_Zone")),
+            limit=limit,
+            overload=min(limit, get("Overload_Torque") / 100),
+            patience=get("Protection_Time") / 100,
+            protective=min(limit, get("Protective_Torque") / 100),
+            unload=get("Unloading_Condition"),
+            moving=50.0 * get("Moving_Velocity_Threshold"),
+        )
+        return self._settings
+
+    def _control(self, now: Settings, position: float, velocity: float, dt: float) -> float:
+        self._advance(now, dt)
+        error = self._setpoint - position
+        if now.dead[0] <= error <= now.dead[1]:
+            error = 0.0
+        duty = max(-now.limit, min(now.limit, now.p * error - now.d * velocity))
+        if abs(duty) < now.overload:
+            self._overloaded, self._overloaded_s = False, 0.0
+            return duty
+        self._overloaded_s += dt
+        self._overloaded |= self._overloaded_s >= now.patience and bool(now.unload & feetech.OVERLOAD)
+        return max(-now.protective, min(now.protective, duty)) if self._overloaded else duty
+
+    def _advance(self, now: Settings, dt: float) -> None:
+        """Move the setpoint towards the goal, within the limits of velocity and acceleration."""
+        way = now.goal - self._setpoint
+        if now.acceleration:
+            wanted = math.copysign(min(now.fastest, math.sqrt(2 * now.acceleration * abs(way))), way)
+            change = now.acceleration * dt
             self._setpoint_velocity += max(-change, min(change, wanted - self._setpoint_velocity))
         else:
-            self._setpoint_velocity = math.copysign(fastest, way)
+            self._setpoint_velocity = math.copysign(now.fastest, way)
         step = self._setpoint_velocity * dt
         if abs(step) >= abs(way) and step * way >= 0:
-            self._setpoint, self._setpoint_velocity = float(goal), 0.0
+            self._setpoint, self._setpoint_velocity = float(now.goal), 0.0
         else:
             self._setpoint += step
 
