@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -132,6 +133,7 @@ class CameraProcess:
 def _draw(path: str, views: dict[str, View], shared: Any, pipe: Connection, port: int) -> None:
     """The process of the cameras."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
+    os.nice(10)  # servos answer first
     try:
         model = mujoco.MjModel.from_xml_path(path)
         data = mujoco.MjData(model)

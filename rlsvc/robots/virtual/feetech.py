@@ -64,14 +64,16 @@ class VirtualBus:
         servos: Sequence[Servo],
         faults: Faults | None = None,
         seed: int = 0,
-        move: Callable[[], None] | None = None,
+        move: Callable[[], bool] | None = None,
     ) -> None:
-        """`move` is called in the bus's thread every PERIOD: it lets time pass for what the servos move.
+        """`move` is called in the bus's thread, every PERIOD and between packets.
 
-        One thread for both: a packet never waits for physics that was interrupted in the middle.
+        It lets time pass for what the servos move, in small portions, and returns whether it has caught up with the
+        clock. One thread for both: a packet never waits for physics that was interrupted in the middle.
         """
         self.servos = list(servos)
         self._move = move
+        self._free = 0.0  # when the wire is
         self.faults = faults or Faults()
         self._random = random.Random(seed)
         self._master, slave = os.openpty()
@@ -98,8 +100,9 @@ class VirtualBus:
         poll.register(self._wake, select.POLLIN)
         buffer, heard = bytearray(), 0.0
         while True:
-            self._pass()
-            events = dict(poll.poll(1000 * (PERIOD if self._move else GAP if buffer else 1.0)))
+            caught_up = self._move is None or self._move()
+            pause = 0.0 if not caught_up else PERIOD if self._move else GAP if buffer else 1.0
+            events = dict(poll.poll(1000 * pause))
             if self._wake in events:
                 return
             state = events.get(self._master, 0)
@@ -109,7 +112,7 @@ class VirtualBus:
                     data = os.read(self._master, 4096)
                 if time.monotonic() - heard > GAP:
                     buffer.clear()
-                heard = time.monotonic()
+                self._free = heard = time.monotonic()
                 buffer += self._lossy(data)
                 for packet in take_packets(buffer):
                     self._answer(packet)
@@ -117,15 +120,13 @@ class VirtualBus:
                 buffer.clear()
                 time.sleep(0.002)  # nobody has the port open
 
-    def _pass(self) -> None:
-        if self._move is not None:
-            self._move()
-
     def _wait(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
+        """Until the wire has been busy for so long; what an earlier wait took too much is made good."""
+        self._free += seconds
+        while (left := self._free - time.monotonic()) > 0:
             time.sleep(min(left, PERIOD))
-            self._pass()
+            if self._move is not None:
+                self._move()
 
     def _lossy(self, data: bytes) -> bytes:
         rate = self.faults.drop_byte

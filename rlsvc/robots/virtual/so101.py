@@ -30,6 +30,9 @@ CAMERAS = ("front", "wrist")
 BEHIND = 0.05
 """s: physics that is further behind the clock does not catch up."""
 
+PORTION = 4
+"""Steps of physics between two looks at the bus."""
+
 
 class VirtualSO101:
     """Servos on a port, moved by physics in real time. A context manager.
@@ -78,17 +81,20 @@ class VirtualSO101:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def _move(self) -> None:
-        """Let physics catch up with the clock."""
+    def _move(self) -> bool:
+        """Let physics catch up with the clock, a portion at a time; returns whether it has."""
         now = time.monotonic()
         if now - self._moved > BEHIND:
             self.late += 1
             self._moved = now - BEHIND
-        while self._moved < now:
+        for _ in range(PORTION):
+            if self._moved >= now:
+                break
             self.sim.step()
             self._moved += self.sim.dt
         if self._drawing is not None:
             self._drawing.show(self.sim.data.qpos)
+        return self._moved >= now
 
     def state(self) -> dict[str, Any]:
         """Angles (rad) and velocities (rad/s) by joint, torque by joint, the cube [7], and when (monotonic, s)."""
