@@ -60,6 +60,10 @@ class LeRobotAppender:
             DatasetError: something else is at `root`, or a dataset of another robot, rate or columns.
             BusyError: another process writes it.
         """
+        # Here and not in the first episode's end: the import takes seconds.
+        import pandas  # noqa: F401
+        import pyarrow.parquet  # noqa: F401
+
         self.root, self.fps, self.features = root, fps, dict(features)
         self._durable, self._sealed, self._lock = durable, False, -1
         refuse_other_content(root)
@@ -204,7 +208,10 @@ class LeRobotAppender:
             target.parent.mkdir(parents=True)
             videos[camera].rename(target)
         row |= {f"stats/{key}/{name}": value.tolist() for key, s in of_this.items() for name, value in s.items()}
-        row |= {"meta/episodes/chunk_index": where["meta/episodes"][0], "meta/episodes/file_index": where["meta/episodes"][1]}
+        row |= {
+            "meta/episodes/chunk_index": where["meta/episodes"][0],
+            "meta/episodes/file_index": where["meta/episodes"][1],
+        }
         table = pa.table({key: arrow_column(column) for key, column in rows.items()})
         _write_parquet(table, stage / _path(self._info["data_path"], where["data"]))
         described = pa.Table.from_pylist([row]) if self._schema is None else _like(row, self._schema)
@@ -292,7 +299,9 @@ def _lock(root: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise BusyError(f"{root}: another process is recording into this dataset; stop it, or choose another") from error
+        raise BusyError(
+            f"{root}: another process is recording into this dataset; stop it, or choose another"
+        ) from error
     return lock
 
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from rlsvc.core.contract import TEXT, Feature
 from rlsvc.core.errors import DatasetError, UserError, nearest
+from rlsvc.data.encoder import Encoder, EncoderBehind
 from rlsvc.data.episode_stats import image_stats
 from rlsvc.data.lerobot_append import LeRobotAppender
 from rlsvc.data.video import count_frames
-from rlsvc.data.video_encode import EncoderBehind, VideoEncoder
 
 Outcome = Literal["success", "failure", "cut"]
 OUTCOMES: tuple[Outcome, ...] = ("success", "failure", "cut")
@@ -116,8 +116,9 @@ class Recorder:
         self._given = {k: f for k, f in features.items() if k not in ("next.done", "next.success", "capture_time")}
         self._timeout = camera_timeout_s
         frame_bytes = sum(int(np.prod(features[camera].shape)) for camera in self._dataset.cameras)
-        self._queue_frames = max(2, queue_mb * 2**20 // max(frame_bytes, 1))
-        self._encoders: dict[str, VideoEncoder] = {}
+        self._slots = max(2, queue_mb * 2**20 // max(frame_bytes, 1))
+        self._encoders = {c: Encoder(features[c].shape, fps, self._slots) for c in self._dataset.cameras}
+        self._encoding = False
         self._steps: list[dict[str, Any]] = []
         self._stamps: list[list[float]] = []
         self._lost: CameraLost | None = None
@@ -170,7 +171,7 @@ class Recorder:
         if not np.isfinite(times).all():
             raise DatasetError(f"{self.path}: step {self.num_steps} has a time stamp that is not finite: {stamps}")
         frames = {camera: row.pop(camera) for camera in self._dataset.cameras}
-        if frames and not self._encoders:
+        if not self._steps:
             self._begin_videos()
         for camera, encoder in self._encoders.items():
             try:
@@ -178,7 +179,7 @@ class Recorder:
             except EncoderBehind:
                 self.discard()
                 raise EpisodeLost(
-                    f"{self.path}: video encoding of '{camera}' is {self._queue_frames} frames behind, so the episode "
+                    f"{self.path}: video encoding of '{camera}' is {self._slots} frames behind, so the episode "
                     "was given up rather than drop frames; use smaller images, fewer cameras or a lower rate"
                 ) from None
             except Exception as error:
@@ -215,16 +216,17 @@ class Recorder:
         if reward_source is not None:
             self._steps[-1]["reward_source"] = reward_source
         try:
-            for encoder in self._encoders.values():
-                encoder.finish()
-            self._check_videos()
+            stats = {}
+            for camera, encoder in self._encoders.items():
+                frames, histogram = encoder.finish()
+                stats[camera] = image_stats(histogram, frames)
+                if not frames == count_frames(encoder.path) == self.num_steps:
+                    raise OSError(f"the video of '{camera}' has {frames} frames, {self.num_steps} were recorded")
+            self._encoding = False
             videos = {camera: encoder.path for camera, encoder in self._encoders.items()}
-            stats = {camera: image_stats(e.histogram, e.frames) for camera, e in self._encoders.items()}
-            if not videos:
-                self._dataset.begin()
             index = self._dataset.append(self._columns(outcome), videos, stats, [task] * len(self._steps))
         except DatasetError:
-            self._forget()
+            self.discard()
             raise
         except Exception as error:
             raise self._give_up(error) from error
@@ -233,25 +235,29 @@ class Recorder:
 
     def discard(self) -> None:
         """Give up the episode under way."""
-        for encoder in self._encoders.values():
-            encoder.abort()
+        if self._encoding:
+            for encoder in self._encoders.values():
+                encoder.abort()
         self._forget()
 
     def close(self) -> None:
         """Discard what is under way, and let another process record. May be called twice."""
-        self.discard()
+        for encoder in self._encoders.values():
+            encoder.close()
+        self._forget()
         self._dataset.close()
 
     def _forget(self) -> None:
-        self._encoders, self._steps, self._stamps, self._lost = {}, [], [], None
+        self._encoding, self._steps, self._stamps, self._lost = False, [], [], None
 
     def _begin_videos(self) -> None:
+        self._encoding = True
         try:
             stage = self._dataset.begin()
+            for i, encoder in enumerate(self._encoders.values()):
+                encoder.begin(stage / f"{i}.mp4")
         except OSError as error:
             raise self._give_up(error) from error
-        for i, camera in enumerate(self._dataset.cameras):
-            self._encoders[camera] = VideoEncoder(stage / f"{i}.mp4", self._dataset.fps, self._queue_frames)
 
     def _give_up(self, error: Exception) -> EpisodeLost:
         self.discard()
@@ -297,12 +303,6 @@ class Recorder:
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             raise DatasetError(f"{where} has values that are not finite: {value.tolist()}")
         return value if feature.is_image else value.reshape(feature.shape).astype(dtype)
-
-    def _check_videos(self) -> None:
-        for camera, encoder in self._encoders.items():
-            found = count_frames(encoder.path)
-            if found != self.num_steps:
-                raise OSError(f"the video of '{camera}' has {found} frames where {self.num_steps} were recorded")
 
     def _columns(self, outcome: Outcome) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}
