@@ -40,7 +40,7 @@ from rlsvc.core.types import EpisodeTable
 from rlsvc.data.check import check_path
 from rlsvc.data.lerobot_meta import read_meta
 from rlsvc.data.load import load_table
-from rlsvc.data.recorder import EpisodeLost, Recorder
+from rlsvc.data.recorder import EpisodeLostError, Recorder
 from rlsvc.spec.data import DatasetSpec
 
 FPS = 20
@@ -124,7 +124,7 @@ def record(path: Path, seeds: list[int], kind: str, after: int, at: int, pipe: C
                 recorder.add(step, stamps)
             try:
                 index = recorder.end_episode("success" if made.columns["next.success"].any() else "failure", made.task)
-            except EpisodeLost:
+            except EpisodeLostError:
                 break  # the encoder was over the limit
             pipe.send(("ack", seed, index))
     pipe.send(("closed",))
@@ -212,8 +212,9 @@ def kill_once(path: Path, seeds: list[int], kind: str, rng: random.Random) -> tu
 
 def read_with_lerobot(path: Path, cache: Path) -> Iterator[Recorded]:
     """Episodes by LeRobot's own reader and its own video decoder."""
-    import datasets
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    import datasets
 
     shutil.rmtree(cache, ignore_errors=True)
     datasets.config.HF_DATASETS_CACHE = cache
@@ -337,7 +338,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         count = run(options.kills, options.seed, Path(folder) / "kills", console.print)
     console.print(
-        f"{count.kills.total()} kills ({dict(count.kills)}, {count.by_itself} at a call or a byte): {count.acknowledged} episodes acknowledged, "
+        f"{count.kills.total()} kills ({dict(count.kills)}, {count.by_itself} at a call or a byte): "
+        f"{count.acknowledged} episodes acknowledged, "
         f"{count.lost} lost or unreadable; {count.unacknowledged_there} more were there whole"
     )
     if not options.no_store:

@@ -29,15 +29,15 @@ DEADLINE_S = 30.0
 """An encoder that gives no sign of life for this long is given up."""
 
 
-class EncoderBehind(Exception):
+class EncoderBehindError(Exception):
     """The memory for frames that wait for the encoder is full."""
 
 
 class Encoder:
     """Encodes one camera's episodes, one after the other. For one thread.
 
-    The process takes frames from `slots` places in memory and says when each is free again; it waits for nothing else. When it dies,
-    the next call raises, and the next episode gets a new one.
+    The process takes frames from `slots` places in memory and says when each is free again; it waits for nothing else.
+    When it dies, the next call raises, and the next episode gets a new one.
     """
 
     def __init__(self, shape: tuple[int, ...], fps: float, slots: int) -> None:
@@ -52,6 +52,7 @@ class Encoder:
         self._memory = os.memfd_create("frames", os.MFD_CLOEXEC)
         os.ftruncate(self._memory, slots * int(np.prod(shape)))
         self._places = np.frombuffer(mmap.mmap(self._memory, 0), np.uint8).reshape(slots, *shape)
+        self.path = Path()
         self._free: list[int] = []
         self._replies = b""
         self._result: dict[str, Any] | None = None
@@ -72,12 +73,12 @@ class Encoder:
         """Hand over a frame [H, W, 3] uint8 RGB; it is copied, and nothing is waited for.
 
         Raises:
-            EncoderBehind: there is no room; the frame was not taken.
+            EncoderBehindError: there is no room; the frame was not taken.
             OSError: an earlier frame could not be written (the disk is full), or the process died.
         """
         self._listen(0.0)
         if not self._free:
-            raise EncoderBehind
+            raise EncoderBehindError
         slot = self._free.pop()
         self._places[slot] = frame
         self._say({"frame": slot})
@@ -137,7 +138,10 @@ class Encoder:
     def _say(self, command: dict[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        except BrokenPipeError:
+            raise self._died() from None
 
     def _listen(self, wait_s: float) -> bool:
         """Take in replies; whether there were any within this time."""
@@ -149,12 +153,16 @@ class Encoder:
         while select.select([pipe], [], [], 0.0 if heard else wait_s)[0]:
             data = os.read(pipe, 65536)
             if not data:
-                raise OSError(f"the encoder process of {self.path.name} ended ({self._process.wait()})")
+                raise self._died()
             heard = True
             *lines, self._replies = (self._replies + data).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
         return heard
+
+    def _died(self) -> OSError:
+        assert self._process is not None
+        return OSError(f"the encoder process of {self.path.name} ended ({self._process.wait()})")
 
     def _take(self, reply: dict[str, Any]) -> None:
         if "error" in reply:

@@ -54,7 +54,8 @@ def image_stats(histogram: np.ndarray, frames: int) -> FeatureStats:
 
 def merge_stats(old: Mapping[str, FeatureStats], new: Mapping[str, FeatureStats]) -> dict[str, FeatureStats]:
     """Statistics of both parts together. Quantiles are means weighted by count, as in LeRobot: they are approximate."""
-    return {key: _merge(old[key], new[key]) if key in old and key in new else (old | new)[key] for key in old | new}
+    both = {key: _merge(old[key], new[key]) for key in old if key in new}
+    return {**old, **new, **both}
 
 
 def _merge(a: FeatureStats, b: FeatureStats) -> FeatureStats:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -61,9 +62,8 @@ class LeRobotAppender:
             BusyError: another process writes it.
         """
         # Here and not in the first episode's end: the import takes seconds.
-        import pandas  # noqa: F401
-        import pyarrow.parquet  # noqa: F401
-
+        for module in ("pandas", "pyarrow.parquet"):
+            importlib.import_module(module)
         self.root, self.fps, self.features = root, fps, dict(features)
         self._durable, self._sealed, self._lock = durable, False, -1
         refuse_other_content(root)

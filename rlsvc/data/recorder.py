@@ -20,7 +20,7 @@ import numpy as np
 
 from rlsvc.core.contract import TEXT, Feature
 from rlsvc.core.errors import DatasetError, UserError, nearest
-from rlsvc.data.encoder import Encoder, EncoderBehind
+from rlsvc.data.encoder import Encoder, EncoderBehindError
 from rlsvc.data.episode_stats import image_stats
 from rlsvc.data.lerobot_append import LeRobotAppender
 from rlsvc.data.video import count_frames
@@ -39,11 +39,11 @@ STEP: dict[str, Feature] = {
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class EpisodeLost(UserError):
+class EpisodeLostError(UserError):
     """The episode under way could not be kept (disk full, video too slow). All acknowledged ones are whole."""
 
 
-class CameraLost(UserError):
+class CameraLostError(UserError):
     """A camera gives no new frames. The steps so far are kept: end the episode with them, or discard it."""
 
 
@@ -121,7 +121,7 @@ class Recorder:
         self._encoding = False
         self._steps: list[dict[str, Any]] = []
         self._stamps: list[list[float]] = []
-        self._lost: CameraLost | None = None
+        self._lost: CameraLostError | None = None
 
     def __enter__(self) -> Self:
         """Itself; closed at the end."""
@@ -155,8 +155,8 @@ class Recorder:
 
         Raises:
             DatasetError: a value is missing, unknown, of another shape or kind, or not finite; the step is not taken.
-            CameraLost: a camera gives no frames any more; the step is not taken, nor any later one of this episode.
-            EpisodeLost: the disk is full, or video encoding cannot keep up; the episode is given up.
+            CameraLostError: a camera gives no frames any more; this step and later ones are not taken.
+            EpisodeLostError: the disk is full, or video encoding cannot keep up; the episode is given up.
         """
         if self._lost is not None:
             raise self._lost
@@ -176,9 +176,9 @@ class Recorder:
         for camera, encoder in self._encoders.items():
             try:
                 encoder.put(frames[camera])
-            except EncoderBehind:
+            except EncoderBehindError:
                 self.discard()
-                raise EpisodeLost(
+                raise EpisodeLostError(
                     f"{self.path}: video encoding of '{camera}' is {self._slots} frames behind, so the episode "
                     "was given up rather than drop frames; use smaller images, fewer cameras or a lower rate"
                 ) from None
@@ -203,7 +203,7 @@ class Recorder:
 
         Raises:
             DatasetError: no steps, an empty task, an outcome that there is not; the episode is still under way.
-            EpisodeLost: it could not be written; the dataset is as before.
+            EpisodeLostError: it could not be written; the dataset is as before.
         """
         if outcome not in OUTCOMES:
             raise DatasetError(f"outcome: got '{outcome}', expected one of {', '.join(OUTCOMES)}")
@@ -259,15 +259,17 @@ class Recorder:
         except OSError as error:
             raise self._give_up(error) from error
 
-    def _give_up(self, error: Exception) -> EpisodeLost:
+    def _give_up(self, error: Exception) -> EpisodeLostError:
         self.discard()
         whole = f"the {self.num_episodes} episodes before it are whole"
         if isinstance(error, OSError) and error.errno in FULL:
-            return EpisodeLost(
+            return EpisodeLostError(
                 f"{self.path}: disk full ({error.strerror}): the episode under way was given up, {whole}; free some "
                 "space and go on"
             )
-        return EpisodeLost(f"{self.path}: cannot be written ({error}): the episode under way was given up, {whole}")
+        return EpisodeLostError(
+            f"{self.path}: cannot be written ({error}): the episode under way was given up, {whole}"
+        )
 
     def _check_cameras(self, step: Mapping[str, Any], stamps: Mapping[str, float]) -> None:
         missing = [key for key in self._stamped if key not in stamps]
@@ -278,7 +280,7 @@ class Recorder:
             age = newest - stamps[camera]
             why = "gave no frame" if step.get(camera) is None else f"gave no new frame for {age:.2f} s"
             if step.get(camera) is None or age > self._timeout:
-                self._lost = CameraLost(
+                self._lost = CameraLostError(
                     f"camera '{camera}' {why} at step {self.num_steps}: look at its cable and its power. The episode "
                     f"ends here; its {self.num_steps} steps can be kept or discarded"
                 )
