@@ -60,15 +60,15 @@ class StandIn(gymnasium.Wrapper):
         observation, reward, terminated, truncated, info = self.env.step(executed)
         if acts:
             self._left -= 1
-        self._watch()
+        self._watch(acts)
         told = {"action": executed, "commanded": executed, "intervention": acts}
         return observation, float(reward), terminated, truncated, {**info, **told}
 
-    def _watch(self) -> None:
+    def _watch(self, acts: bool) -> None:
         progress = self._inner.progress()
         if progress >= self._best + self._spec.min_progress:
             self._best, self._waited = progress, 0
-        elif not self._left:
+        elif not acts:
             self._waited += 1
         if self._waited >= self._spec.patience:
             self._left, self._waited = self._spec.control_steps, 0
