@@ -15,6 +15,11 @@ MALFORMED = "malformed"
 why they are none. Such a row is NaN, unless the policy has an action that holds the robot still."""
 
 
+INTERVENTION, COMMANDED = "intervention", "commanded"
+"""Columns that rows may have: bool, a person (or a stand-in) acted; [A], what was asked for, by the policy or the
+person, where a guard stands before the robot. `action` is what was executed."""
+
+
 @dataclass(frozen=True)
 class ActionChunk:
     """Actions that a policy proposes, to be executed one after the other at the contract's rate.
@@ -113,7 +118,8 @@ class Chunk:
         columns: by name [R, ...]: the observation's features by their names, `action`, `reward` (float32),
             `terminated`, `truncated`, `is_first`, `is_last` (bool), `episode` (int64, unique in the run), `step`
             (int32, in the episode), `version` (int32, of the weights that acted), and what the policy hands out besides
-            (`behaviour_mean` [R, A], ...).
+            (`behaviour_mean` [R, A], ...), and what the environment tells besides (`intervention`, `commanded`). A text
+            is [R, 256] uint8 (rlsvc/data/texts.py).
         ended: for each episode that ended in it, in order, by name: `return` (float), `length` (int), `success` (bool).
         lost: episodes that were discarded since their simulator failed.
     """

@@ -66,6 +66,8 @@ class Demonstrations:
         normalizer: fitted on the training episodes.
         contract: what a policy of this data sees and does.
         splits: by dataset path.
+        prepared: from a table of other episodes with the same features, raw, and a normaliser group to the columns that
+            the windows of `train` have.
     """
 
     train: Windows
@@ -73,6 +75,7 @@ class Demonstrations:
     normalizer: Normalizer
     contract: Contract
     splits: dict[str, Split]
+    prepared: Callable[[EpisodeTable, int], dict[str, np.ndarray]]
 
 
 def split_episodes(num_episodes: int, spec: DataSpec) -> Split:
@@ -273,6 +276,7 @@ def load_demonstrations(
         normalizer=normalizer,
         contract=contract,
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},
+        prepared=lambda table, group: prepared(_encoded(table, spec, transforms), group, None).columns,
     )
 
 

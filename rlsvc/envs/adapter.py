@@ -132,6 +132,20 @@ class Adapted(gymnasium.Env):
         self.env.close()
 
 
+def step_columns(env: Any) -> Mapping[str, Feature]:
+    """What an environment tells of each step in its `info`, feature by name; most tell nothing.
+
+    An environment says so with an attribute `step_columns`. `action` among them is what was executed, where that may
+    differ from what was asked for; `intervention` is True where a person acted.
+    """
+    return getattr(env, "step_columns", None) or getattr(innermost(env), "step_columns", {})
+
+
+def innermost(env: Any) -> Any:
+    """The simulator within all wrappers."""
+    return (env.env if isinstance(env, Adapted) else env).unwrapped
+
+
 def contract_spaces(contract: Contract) -> tuple[spaces.Dict, spaces.Space]:
     """Observation and action space of a contract."""
     return spaces.Dict({name: _space(f) for name, f in contract.observation.items()}), _space(contract.action)

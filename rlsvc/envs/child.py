@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from rlsvc.core.errors import UserError
+from rlsvc.envs.adapter import step_columns
 from rlsvc.envs.channel import Channel, ChannelClosedError
 from rlsvc.envs.make import make_here
 from rlsvc.spec.env import EnvBase, EnvSpec
@@ -69,7 +70,12 @@ class Server:
     def _make(self, request: dict[str, Any]) -> dict[str, Any]:
         spec: EnvBase = TypeAdapter(EnvSpec).validate_python(request["spec"])
         self._env = make_here(spec)
-        return {"contract": self._env.contract().to_json(), "render_fps": float(self._env.metadata["render_fps"])}
+        self._columns = step_columns(self._env)
+        return {
+            "contract": self._env.contract().to_json(),
+            "render_fps": float(self._env.metadata["render_fps"]),
+            "step_columns": {name: feature.to_json() for name, feature in self._columns.items()},
+        }
 
     def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         observation, info = self._env.reset(seed=request["seed"], options=request.get("options"))
@@ -84,6 +90,7 @@ class Server:
             "truncated": bool(truncated),
             "success": bool(info.get("is_success", info.get("success", False))),
             "info": _sendable(info),
+            "columns": {name: np.asarray(info[name]) for name in self._columns},
         }
 
     def _render(self, request: dict[str, Any]) -> dict[str, Any]:

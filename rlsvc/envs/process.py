@@ -25,7 +25,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rlsvc.core.contract import Contract
+from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import UserError
 from rlsvc.core.wire import WireError
 from rlsvc.envs.adapter import contract_spaces
@@ -170,6 +170,7 @@ class ProcessSlots:
             raise
         self.contract = Contract.from_json(ready[0]["contract"])
         self.metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": ready[0]["render_fps"]}
+        self.step_columns = {name: Feature.from_json(value) for name, value in ready[0]["step_columns"].items()}
 
     @property
     def pids(self) -> list[int]:
@@ -186,6 +187,8 @@ class ProcessSlots:
                 rows[i] = answer["observation"][name]
             into.reward[i], into.success[i] = answer["reward"], answer["success"]
             into.terminated[i], into.truncated[i] = answer["terminated"], answer["truncated"]
+            for name, rows in into.columns.items():
+                rows[i] = answer["columns"][name]
 
         failed = self._take(range(len(self._children)), write)
         self._check_memory(failed)

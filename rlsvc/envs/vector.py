@@ -13,15 +13,18 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rlsvc.core.contract import TEXT, Contract
+from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import ContractError, UserError
-from rlsvc.envs.adapter import Adapted
+from rlsvc.envs.adapter import Adapted, step_columns
 from rlsvc.envs.make import make_here
+from rlsvc.envs.stand_in import StandIn
 from rlsvc.spec.env import EnvBase, ManiSkillSpec
+from rlsvc.spec.stand_in import StandInSpec
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class VectorStep(NamedTuple):
         success: [N] bool, the suite says that the task is solved.
         episode_return: [N] float64, sum of the episode's rewards so far, this step's included (not scaled).
         episode_length: [N] int64, steps of the episode so far, this one included.
+        columns: by name [N, ...], what the environments tell of the step besides, as their `step_columns` say.
     """
 
     observation: dict[str, Any]
@@ -57,6 +61,7 @@ class VectorStep(NamedTuple):
     success: np.ndarray
     episode_return: np.ndarray
     episode_length: np.ndarray
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class _Arrays(NamedTuple):
@@ -67,6 +72,7 @@ class _Arrays(NamedTuple):
     terminated: np.ndarray
     truncated: np.ndarray
     success: np.ndarray
+    columns: dict[str, np.ndarray]
 
 
 class Slots(Protocol):
@@ -74,6 +80,11 @@ class Slots(Protocol):
 
     contract: Contract
     metadata: dict[str, Any]
+
+    @property
+    def step_columns(self) -> Mapping[str, Feature]:
+        """See `VectorEnv`."""
+        ...
 
     def step(self, actions: np.ndarray, into: _Arrays) -> dict[int, str]:
         """Step all with actions [N, ...]."""
@@ -95,12 +106,17 @@ class Slots(Protocol):
 class LocalSlots:
     """Simulators in this process, one after the other. One that hangs hangs them all."""
 
-    def __init__(self, spec: EnvBase, num_envs: int) -> None:
-        self._spec = spec
-        self._envs: list[Any] = [make_here(spec) for _ in range(num_envs)]
+    def __init__(self, spec: EnvBase, num_envs: int, stand_in: StandInSpec | None = None) -> None:
+        self._spec, self._stand_in = spec, stand_in
+        self._envs: list[Any] = [self._make() for _ in range(num_envs)]
         self.contract: Contract = self._envs[0].contract()
         self.metadata: dict[str, Any] = self._envs[0].metadata
+        self.step_columns = step_columns(self._envs[0])
         self._bind()
+
+    def _make(self) -> Any:
+        env = make_here(self._spec)
+        return env if self._stand_in is None else StandIn(env, self._stand_in)
 
     def _bind(self) -> None:
         """Look up once what every step needs; a single plain array needs no dictionary on its way."""
@@ -136,6 +152,8 @@ class LocalSlots:
                 into.terminated[i], into.truncated[i] = terminated, truncated
             if info and info.get("is_success", info.get("success", False)):
                 into.success[i] = True
+            for name, rows_of in into.columns.items():
+                rows_of[i] = info[name]
         return failed
 
     def _write(self, i: int, observation: Any, into: dict[str, Any]) -> None:
@@ -169,7 +187,7 @@ class LocalSlots:
             except Exception as error:  # it is broken; whatever it says at the end is of no use
                 log.debug("closing a failed simulator: %s", error)
             try:
-                self._envs[i] = make_here(self._spec)
+                self._envs[i] = self._make()
             except Exception as error:
                 failed[i] = f"{type(error).__name__}: {error}"
         self._bind()
@@ -209,15 +227,21 @@ class VectorEnv:
     Attributes:
         contract: of one environment.
         num_envs: N.
+        step_columns: what its environments tell of each step, feature by name (see `step_columns`).
         restarts: simulators that were made anew so far.
         failures: why, by slot, the newest reason.
     """
 
-    def __init__(self, spec: EnvBase, num_envs: int) -> None:
+    def __init__(self, spec: EnvBase, num_envs: int, stand_in: StandInSpec | None = None) -> None:
         """Makes the simulators.
 
+        Args:
+            spec: of every one of them.
+            num_envs: N.
+            stand_in: a script that takes over where a policy makes no progress; None leaves all to the policy.
+
         Raises:
-            UserError: as `make_env`.
+            UserError: as `make_env`, or no script for the stand-in.
         """
         if num_envs < 1:
             raise UserError(f"num_envs: got {num_envs}, expected 1 or more")
@@ -227,9 +251,10 @@ class VectorEnv:
 
             self._slots: Slots = ProcessSlots(spec, num_envs)
         else:
-            self._slots = LocalSlots(spec, num_envs)
+            self._slots = LocalSlots(spec, num_envs, stand_in)
         self.contract: Contract = self._slots.contract
         self.metadata = self._slots.metadata
+        self.step_columns = dict(self._slots.step_columns)
         self.restarts = 0
         self.failures: dict[int, str] = {}
         self._features = list(self.contract.observation.items())
@@ -283,7 +308,8 @@ class VectorEnv:
         terminated, truncated, ended = np.zeros(n, bool), np.zeros(n, bool), np.zeros(n, bool)
         lost, success = np.zeros(n, bool), np.zeros(n, bool)
         reward = np.empty(n, np.float32)
-        failed = self._slots.step(actions, _Arrays(observation, reward, terminated, truncated, success))
+        told = {name: np.zeros((n, *f.shape), f.dtype) for name, f in self.step_columns.items()}
+        failed = self._slots.step(actions, _Arrays(observation, reward, terminated, truncated, success, told))
         self._find_not_finite(observation, reward, failed)
         for i in failed:
             lost[i], reward[i], terminated[i], truncated[i], success[i] = True, 0.0, False, False, False
@@ -308,7 +334,9 @@ class VectorEnv:
             self._failing = bool(failed)
         if self.spec.reward_scale != 1.0:
             returns = returns / self.spec.reward_scale
-        return VectorStep(observation, reward, terminated, truncated, final, ended, lost, success, returns, lengths)
+        return VectorStep(
+            observation, reward, terminated, truncated, final, ended, lost, success, returns, lengths, told
+        )
 
     def random_actions(self, rng: np.random.Generator) -> np.ndarray:
         """[N, ...] uniform within the contract's bounds.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsvc.spec.base import Spec
+from rlsvc.spec.hiors import HiORSSpec
 from rlsvc.spec.imitation import ImitationSpec
 from rlsvc.spec.tdmpc2 import TDMPC2Spec
 from rlsvc.spec.value_function import ValueFunctionSpec
@@ -26,8 +27,10 @@ class Entry:
         hooks: its hooks, which phases name.
         acts: whether what it trains acts, and so can be tried in an environment.
         sequence_length: steps of the sequences that it draws from a replay, given the policy's specification; None for
-        an
-            algorithm that draws windows from demonstrations.
+            an algorithm that draws windows from demonstrations.
+        episodes: `module:function` that says what is learned from a whole episode of its rollouts, for an algorithm
+            that draws windows from those besides; None for one that does not. Takes the episode
+            (`rlsvc.data.episodes`), the algorithm's specification and the contract; gives columns or None.
         extras: names of what the policy hands out besides actions and the algorithm wants stored with each step, given
             the algorithm's specification.
     """
@@ -38,6 +41,7 @@ class Entry:
     hooks: tuple[str, ...] = ("update",)
     acts: bool = True
     sequence_length: Callable[[Any], int] | None = None
+    episodes: str | None = None
     extras: Callable[[Any], tuple[str, ...]] = lambda algo: ()
 
 
@@ -47,6 +51,9 @@ def _tdmpc2_extras(algo: TDMPC2Spec) -> tuple[str, ...]:
 
 ALGORITHMS: dict[str, Entry] = {
     "imitation": Entry(ImitationSpec, "rlsvc.algos.imitation:Imitation", ("diffusion", "pi0", "pi0_fast")),
+    "hiors": Entry(
+        HiORSSpec, "rlsvc.algos.hiors:HiORS", ("diffusion", "pi0"), episodes="rlsvc.algos.hiors:learned_rows"
+    ),
     "tdmpc2": Entry(
         TDMPC2Spec,
         "rlsvc.algos.tdmpc2:TDMPC2",

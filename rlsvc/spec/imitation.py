@@ -12,10 +12,9 @@ from rlsvc.spec.value_function import AdvantageSpec
 from rlsvc.spec.weights import WeightsSpec
 
 
-class ImitationSpec(Spec):
-    """Behaviour cloning; the defaults are those of Diffusion Policy (arXiv:2303.04137, CNN, low-dimensional PushT)."""
+class SupervisedSpec(Spec):
+    """Gradient steps on a policy's own loss; the defaults are those of Diffusion Policy (arXiv:2303.04137, PushT)."""
 
-    name: Literal["imitation"] = "imitation"
     learning_rate: float = Field(default=1e-4, gt=0)
     """At the top of the schedule."""
     batch_size: int = Field(default=256, ge=1)
@@ -30,5 +29,11 @@ class ImitationSpec(Spec):
     """Trained weights to fine-tune; null begins with fresh ones."""
     freeze: tuple[str, ...] = ()
     """Regular expressions of weights that are not trained ("vision.*"); what a low-rank adaptation adapts never is."""
+
+
+class ImitationSpec(SupervisedSpec):
+    """Behaviour cloning."""
+
+    name: Literal["imitation"] = "imitation"
     advantage: AdvantageSpec | None = None
     """By which steps it learns, as a value function judges them; null takes all."""

@@ -10,6 +10,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
+from rlsvc.spec.stand_in import StandInSpec
 
 
 class RolloutSpec(Spec):
@@ -42,6 +43,9 @@ class RolloutSpec(Spec):
     chunks are dropped and counted (rollout/stale_dropped). null only measures."""
     weights_interval: int = Field(default=1, ge=1)
     """Updates between two versions of the weights that workers are given."""
+    stand_in: StandInSpec | None = None
+    """A scripted stand-in for the person who watches a robot, in simulators that have a script; null has nobody watch.
+    Evaluations are always the policy's alone."""
     timeout_s: float = Field(default=120.0, gt=0)
     """A worker that answers nothing for this long is killed and replaced."""
     start_timeout_s: float = Field(default=600.0, gt=0)

@@ -201,8 +201,25 @@ class RunSpec(Spec):
                     f"{where}: min_fill asks for {phase.min_fill} transitions, but replay.capacity is "
                     f"{self.replay.capacity} rows"
                 )
-            if entry.sequence_length is None and phase.mixture != {"demonstrations": 1.0}:
+            windows = entry.sequence_length is None and entry.episodes is None
+            if windows and phase.mixture != {"demonstrations": 1.0}:
                 raise ValueError(f"{where}: {self.algo.name} learns from demonstrations, got buffer {phase.buffer}")
+        if entry.episodes is not None and self.data is None:
+            raise ValueError(f"data: algo {self.algo.name} begins with demonstrations, whose statistics it acts by")
+        if entry.episodes is not None and self.data is not None and self.data.placement == "device":
+            raise ValueError(
+                f"data.placement: got device, expected auto or host: {self.algo.name} gathers windows in host memory, "
+                "since its data grows"
+            )
+        if self.online and entry.sequence_length is None and entry.episodes is None:
+            raise ValueError(
+                f"phases: {self.algo.name} learns from demonstrations, so an online phase collects for nothing"
+            )
+        if self.rollout.stand_in is not None and self.env is not None and self.env.own_process:
+            raise ValueError(
+                "rollout.stand_in: it acts in the simulator itself, which env.isolation: process or env.runtime puts "
+                "into a process of its own; take isolation: none"
+            )
         if self.online and entry.sequence_length is not None:
             streams = self.rollout.workers * self.rollout.envs_per_worker
             self.replay.check(streams, entry.sequence_length(self.policy))

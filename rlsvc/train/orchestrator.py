@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from rlsvc.core.types import Chunk
+from rlsvc.core.types import INTERVENTION, Chunk
 from rlsvc.spec.phases import COLLECT, EVALUATE
 from rlsvc.spec.run import RunSpec
 from rlsvc.train.phases import PhaseScheduler, Work
@@ -352,6 +352,7 @@ class _Collected:
     """What arrived since the last log."""
 
     steps: int = 0
+    interventions: int | None = None
     lost: int = 0
     stale_dropped: int = 0
     staleness: list[int] = field(default_factory=list)
@@ -363,6 +364,8 @@ class _Collected:
     def add(self, chunk: Chunk) -> None:
         self.steps += chunk.num_steps
         self.lost += chunk.lost
+        if INTERVENTION in chunk.columns:
+            self.interventions = (self.interventions or 0) + int(chunk.columns[INTERVENTION].sum())
         for name, values in chunk.ended.items():
             self.ended.setdefault(name, []).extend(float(value) for value in values)
 
@@ -374,6 +377,8 @@ class _Collected:
             "collect/episodes_lost": float(self.lost),
             "rollout/stale_dropped": float(self.stale_dropped),
         }
+        if self.interventions is not None:
+            out["collect/intervention"] = self.interventions / max(self.steps, 1)
         if self.staleness:
             out |= {
                 "rollout/staleness": float(np.mean(self.staleness)),

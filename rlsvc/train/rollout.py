@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import Chunk
 from rlsvc.data.journal import Journal
+from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.env import EnvSpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.run import RunSpec
@@ -29,17 +31,25 @@ PROBE_TIMEOUT_S = 10.0
 """A central actor that does not say how it is within this time is taken for lost."""
 
 
-def make_rollouts(spec: RunSpec, contract: Contract, journal: Journal, local: bool) -> Rollouts:
-    """The rollout workers of a run, and the central actor if it has one.
+def make_rollouts(spec: RunSpec, contract: Contract, journal: Journal, local: bool, run_dir: Path) -> Rollouts:
+    """The rollout workers of a run, and the central actor if it has one; started when they are first needed.
 
     Args:
         spec: of the run, with numbers for GPUs.
         contract: of the environment.
         journal: of the run; a worker that sent chunks into it before begins with a new incarnation.
         local: without Ray.
+        run_dir: of the run.
     """
+    if ALGORITHMS[spec.algo.name].episodes is None:
+        return _start(spec, contract, journal, local, run_dir)
+    # What acts is known once the learner has read the demonstrations.
+    return LaterRollouts(partial(_start, spec, contract, journal, local, run_dir))
+
+
+def _start(spec: RunSpec, contract: Contract, journal: Journal, local: bool, run_dir: Path) -> Rollouts:
     assert spec.env is not None
-    acting, rollout = make_acting(spec, contract), spec.rollout
+    acting, rollout = make_acting(spec, contract, run_dir), spec.rollout
     begins = next_incarnations(journal, rollout.workers)
     if local:
         return LocalRollouts(spec.env, rollout, acting, seed=spec.seed, device=spec.device, incarnations=begins)
@@ -96,6 +106,45 @@ class Rollouts(Protocol):
     def close(self) -> None:
         """End the workers."""
         ...
+
+
+class LaterRollouts:
+    """Rollouts that are made when they are first asked for anything."""
+
+    def __init__(self, make: Callable[[], Rollouts]) -> None:
+        self._make = make
+        self._made: Rollouts | None = None
+
+    @property
+    def _rollouts(self) -> Rollouts:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def collect(self, num_steps: int, acting: str) -> list[Arrived]:
+        """See Rollouts."""
+        return self._rollouts.collect(num_steps, acting)
+
+    def pump(self, budget: int, acting: str, needed: bool = False) -> None:
+        """See Rollouts."""
+        self._rollouts.pump(budget, acting, needed)
+
+    def poll(self, timeout_s: float) -> list[Arrived]:
+        """See Rollouts."""
+        return self._rollouts.poll(timeout_s)
+
+    def set_weights(self, params: Any, version: int) -> None:
+        """See Rollouts."""
+        self._rollouts.set_weights(params, version)
+
+    def metrics(self) -> dict[str, float]:
+        """See Rollouts; none before they were made."""
+        return {} if self._made is None else self._made.metrics()
+
+    def close(self) -> None:
+        """See Rollouts."""
+        if self._made is not None:
+            self._made.close()
 
 
 class LocalRollouts:

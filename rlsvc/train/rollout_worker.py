@@ -2,27 +2,34 @@
 
 It knows nothing of learning, of Ray, or of other workers (rlsvc/train/rollout.py).
 
-Letters: N environments of a worker (streams), L steps of a chunk, T observation steps, R rows of a chunk.
+A policy that gives several actions at once is asked again when they are used up, when an episode begins, and after
+every step in which somebody else acted. An action of it carries the version of the weights that chose it.
+
+Letters: N environments of a worker (streams), L steps of a chunk, T observation steps, R rows of a chunk, H actions
+that the policy gives at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlsvc.core.contract import Contract, Feature
-from rlsvc.core.types import Chunk
+from rlsvc.core.contract import TEXT, Contract, Feature
+from rlsvc.core.types import INTERVENTION, Chunk
 from rlsvc.data.normalize import Normalizer
+from rlsvc.data.texts import encode_texts
 from rlsvc.envs.vector import VectorEnv, episode_seed, random_actions
 from rlsvc.runner import PolicyRunner, Runner
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.env import EnvSpec
+from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.run import RunSpec
-from rlsvc.store.bundle import Bundle
+from rlsvc.spec.stand_in import StandInSpec
+from rlsvc.store.bundle import Bundle, read_bundle
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,10 @@ class Acting:
         normalizer: between the contract's units and the policy's.
         precision: "fp32" or "bf16".
         extras: what the policy hands out besides actions and the learner wants stored, feature by name.
+        folder: with the policy's other files (a tokenizer).
+        robot: whose numbers the policy learns; None where it takes them as they are.
+        group: of the normaliser; None where it has one.
+        stand_in: takes over in the environments; None leaves them to the policy.
     """
 
     policy: dict[str, Any]
@@ -42,17 +53,40 @@ class Acting:
     normalizer: Normalizer
     precision: str
     extras: dict[str, Feature] = field(default_factory=dict)
+    folder: Path = Path()
+    robot: RobotSpec | None = None
+    group: str | None = None
+    stand_in: StandInSpec | None = None
 
     def runner(self, batch_sizes: tuple[int, ...], device: str) -> PolicyRunner:
         """A runner that explores; it has no weights yet."""
-        bundle = Bundle("", self.policy, self.precision, self.contract, self.normalizer, {}, {}, Path())
-        return PolicyRunner(bundle, batch_sizes=batch_sizes, device=device, explore=True)
+        bundle = Bundle(
+            "", self.policy, self.precision, self.contract, self.normalizer, {}, {}, self.folder, self.robot
+        )
+        return PolicyRunner(bundle, batch_sizes=batch_sizes, device=device, explore=True, group=self.group)
 
 
-def make_acting(spec: RunSpec, contract: Contract) -> Acting:
-    """The policy of a run as its rollout workers need it; `contract`: the environment's."""
+ACTING = "acting"
+"""In a run's folder: a bundle without weights, from which rollout workers know what the learner made of the data."""
+
+
+def make_acting(spec: RunSpec, contract: Contract, run_dir: Path) -> Acting:
+    """The policy of a run as its rollout workers need it.
+
+    Args:
+        spec: of the run.
+        contract: the environment's.
+        run_dir: where the learner says what it made of demonstrations, if it learns from windows of them.
+    """
+    if ALGORITHMS[spec.algo.name].episodes is not None:
+        made = read_bundle((run_dir / ACTING).absolute())
+        return Acting(
+            made.policy, made.contract, made.normalizer, made.precision, folder=made.path, robot=made.robot,
+            group=spec.evaluation.group, stand_in=spec.rollout.stand_in,
+        )  # fmt: skip
     policy = spec.policy.model_dump(mode="json")
-    return Acting(policy, contract, Normalizer.from_contract(contract), spec.precision, extra_columns(spec, contract))
+    acting = Acting(policy, contract, Normalizer.from_contract(contract), spec.precision, extra_columns(spec, contract))
+    return replace(acting, stand_in=spec.rollout.stand_in)
 
 
 def extra_columns(spec: RunSpec, contract: Contract) -> dict[str, Feature]:
@@ -105,7 +139,10 @@ class RolloutWorker:
         """
         self.worker, self.incarnation, self.seed = worker, incarnation, seed
         self._acting, self._contract = acting, acting.contract
-        self._env = VectorEnv(env, num_envs)
+        self._env = VectorEnv(env, num_envs, acting.stand_in)
+        # Rows are the environment's own, whatever the policy makes of them.
+        self._seen = {name: self._env.contract.observation[name] for name in acting.contract.observation}
+        self._texts = [name for name, feature in self._seen.items() if feature.dtype == TEXT]
         self._runner = runner
         self._streams = np.arange(worker * num_envs, (worker + 1) * num_envs, dtype=np.int32)
         self._version, self._number, self._episodes = -1, 0, 0
@@ -148,11 +185,13 @@ class RolloutWorker:
             if uniform is not None:
                 action = uniform[t]
             else:
-                action, extras, version = self._act()
-                columns["action"][t], columns["version"][t] = action, version
+                action, extras, versions = self._act()
+                columns["action"][t], columns["version"][t] = action, versions
                 for key in self._acting.extras:
                     columns[key][t] = extras.get(key, 0.0)
             out = self._env.step(action)
+            for key, values in out.columns.items():
+                columns[key][t] = values
             columns["reward"][t], columns["terminated"][t] = out.reward, out.terminated
             columns["truncated"][t] = out.truncated
             self._steps += 1
@@ -177,6 +216,10 @@ class RolloutWorker:
                 columns["step"][t + 1 :, over] = np.arange(num_steps - t - 1)[:, None]
                 columns["episode"][t + 1 :, over] = self._episode[over]
             self._slide(out.observation, over)
+            self._used += 1
+            self._used[over] = self._horizon
+            if INTERVENTION in out.columns:
+                self._used[out.columns[INTERVENTION]] = self._horizon
         columns["is_first"][:] = columns["step"] == 0
         chunk = self._pack(columns, keep, finals, ended, lost)
         self._number += 1
@@ -203,6 +246,9 @@ class RolloutWorker:
         self._steps, self._returns = np.zeros(n, np.int32), np.zeros(n, np.float64)
         self._episode, self._noise = np.zeros(n, np.int64), np.zeros(n, np.uint32)
         self._carry: Any = None
+        self._horizon = self._contract.action_horizon
+        self._actions = np.zeros((n, self._horizon, *self._contract.action.shape), self._contract.action.dtype)
+        self._used, self._versions = np.full(n, self._horizon), np.full(n, -1, np.int32)
         every = np.ones(n, bool)
         self._start_episodes(every)
         self._window: dict[str, np.ndarray] = {}
@@ -231,12 +277,20 @@ class RolloutWorker:
             window[begins] = newest[begins]
             self._window[key] = window
 
-    def _act(self) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
-        """Actions [N, ...], extras, and the version of the weights that chose them."""
+    def _act(self) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray | int]:
+        """Actions [N, ...], extras, and the version of the weights that chose them, [N] or for all."""
         assert self._runner is not None, "acting before any weights were given"
-        chunk = self._runner.act(self._window, self._noise, self._steps, self._carry)
-        self._carry = chunk.carry
-        return chunk.action[:, 0], chunk.extras, int(chunk.version)
+        if self._horizon == 1:
+            chunk = self._runner.act(self._window, self._noise, self._steps, self._carry)
+            self._carry = chunk.carry
+            return chunk.action[:, 0], chunk.extras, int(chunk.version)
+        asks = np.flatnonzero(self._used >= self._horizon)
+        if len(asks):
+            # Policies that give several actions keep no carry, so that rows can be asked for alone.
+            window = {name: values[asks] for name, values in self._window.items()}
+            chunk = self._runner.act(window, self._noise[asks], self._steps[asks])
+            self._actions[asks], self._versions[asks], self._used[asks] = chunk.action, int(chunk.version), 0
+        return self._actions[np.arange(len(self._used)), self._used], {}, self._versions
 
     def _uniform(self, num_steps: int) -> np.ndarray:
         n, shape = self._env.num_envs, self._contract.action.shape
@@ -247,9 +301,10 @@ class RolloutWorker:
         if self._buffers and len(self._buffers["reward"]) == num_steps:
             return self._buffers
         lead = (num_steps, self._env.num_envs)
+        schema = {**chunk_schema(self._contract), **self._seen, **self._acting.extras, **self._env.step_columns}
         self._buffers = {
-            name: np.zeros((*lead, *feature.shape), feature.dtype)
-            for name, feature in {**chunk_schema(self._contract), **self._acting.extras}.items()
+            name: np.full(lead, "", object) if f.dtype == TEXT else np.zeros((*lead, *f.shape), f.dtype)
+            for name, f in schema.items()
             if name != "is_last"
         }
         return self._buffers
@@ -276,7 +331,7 @@ class RolloutWorker:
             flat = column.reshape(count, *column.shape[2:])
             if finals:
                 flat = np.concatenate([flat, self._final_rows(name, column, at, finals)])
-            out[name] = flat[order]
+            out[name] = encode_texts(flat[order], name) if name in self._texts else flat[order]
         offsets = np.concatenate([[0], np.cumsum(np.bincount(slots[order], minlength=n))]).astype(np.int64)
         stats = {
             "return": np.asarray(ended["return"], np.float64),
@@ -293,7 +348,7 @@ class RolloutWorker:
         finals: list[tuple[int, int, dict[str, np.ndarray]]],
     ) -> np.ndarray:
         if name in self._contract.observation:
-            return np.stack([observation[name] for _, _, observation in finals]).astype(column.dtype)
+            return np.stack([np.asarray(observation[name]) for _, _, observation in finals]).astype(column.dtype)
         rows = np.stack([column[t, i] for t, i in at])
         if name in ("episode", "version"):
             return rows

@@ -113,7 +113,7 @@ def train(
         if spec.online:
             assert contract is not None
             journal = stack.enter_context(Journal(folder / "journal"))
-            rollouts = make_rollouts(spec, contract, journal, local)
+            rollouts = make_rollouts(spec, contract, journal, local, folder)
             stack.callback(rollouts.close)
         tracker.log_params(spec)
         with _interrupts(stop), _profiler(profile):
