@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from rlsvc import __version__
-from rlsvc.commands import dataset, demo, doctor, jobs, policies, query, serve, sweep, train, values
+from rlsvc.commands import collect, dataset, demo, doctor, jobs, policies, query, serve, sweep, train, values
 from rlsvc.core.errors import UserError
 
 USER_ERROR = 2
@@ -22,6 +22,7 @@ EXTRAS = {
     **dict.fromkeys(("ray", "mlflow", "fastapi", "uvicorn", "orjson", "prometheus_client"), "cluster"),
     **dict.fromkeys(("gymnasium", "gym_pusht", "pygame", "av"), "sim"),
     **dict.fromkeys(("lerobot", "torch", "datasets"), "lerobot"),
+    **dict.fromkeys(("scservo_sdk", "serial", "mujoco"), "robot"),
     "zarr": "zarr",
 }
 """The extra that brings a package, by the name it is imported under."""
@@ -31,7 +32,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train.train, train.evaluate, sweep.sweep, serve.serve, query.query, doctor.doctor, demo.demo):
+for command in (
+    train.train,
+    train.evaluate,
+    sweep.sweep,
+    serve.serve,
+    query.query,
+    collect.collect,
+    doctor.doctor,
+    demo.demo,
+):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(jobs.submit)
 dataset.app.command()(values.values)

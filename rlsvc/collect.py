@@ -173,7 +173,7 @@ class _Session:
             self.recorder = stack.enter_context(
                 Recorder(spec.dataset, driver.observation, driver.action, place.rate_hz, spec.robot_type)
             )
-            teleop = make_teleop(place.teleop, driver, stack)
+            teleop = make_teleop(place.teleop, driver.action, stack)
             self.robot = stack.enter_context(GuardedRobot(place.id, driver, place.guard, place.rate_hz, sites=sites))
             self.operator = Operator(self.robot)
             self.station = Station(
@@ -265,7 +265,7 @@ class _Session:
         history = ObservationHistory(self.actor.contract.n_obs_steps) if self.actor else None
         last = self.spec.episode_s * self.spec.station.rate_hz
         told = time.monotonic()
-        was_person = False
+        was_person = begun = False
         while not self.stop.is_set():
             reading = self.station.observe()
             planned = None
@@ -277,9 +277,14 @@ class _Session:
                 assert window is not None
                 tick = self.station.pacer.tick
                 planned = self.handover.command(window, min(reading.stamps.values()), tick)
-            step = self.station.act(planned, reading, "" if self.actor is None else self.actor.version)
+            acts = planned is not None
+            if not acts and (self.actor is None or not begun):
+                # Until a person or a first chunk comes the robot is held, which keeps its watchdog quiet.
+                planned = self.station.hold(reading)
+            step = self.station.act(planned, reading, self.actor.version if self.actor is not None and acts else "")
             was_person = step.intervention
-            if step.verdict is not None or step.tick > 0:
+            begun = begun or acts or step.intervention
+            if begun:
                 self._record(step)
             self.hub.publish(step)
             if time.monotonic() - told > METRICS_S:

@@ -175,6 +175,10 @@ class Station:
             tick=self.pacer.tick,
         )
 
+    def hold(self, reading: Reading) -> Planned:
+        """A plan to stay where the robot was last sent."""
+        return Planned(self._sent.astype(np.float32), reading.stamps[STATE])
+
     def measured(self, reading: Reading) -> np.ndarray:
         """[A] float64, the joints that are commanded."""
         return self.robot.positions(reading)

@@ -63,6 +63,33 @@ def compose(words: Sequence[str]) -> RunSpec:
     return validate(RunSpec, compose_dict(words), _places(words))
 
 
+def compose_file[S: BaseModel](model: type[S], file: Path, overrides: Sequence[str] = ()) -> S:
+    """The specification that one YAML file describes, with changes.
+
+    Args:
+        model: its class.
+        file: the file; it may hold interpolations, and needs no Hydra.
+        overrides: `key=value`, dotted keys.
+
+    Raises:
+        SpecError: as `compose`.
+    """
+    if bad := next((word for word in overrides if "=" not in word), None):
+        raise SpecError(f"command line: got '{bad}', expected key=value")
+    try:
+        node = OmegaConf.load(file)
+        if not isinstance(node, DictConfig):
+            raise SpecError(f"{file}: expected a mapping of keys to values")
+        value = OmegaConf.to_container(OmegaConf.merge(node, OmegaConf.from_dotlist(list(overrides))), resolve=True)
+    except FileNotFoundError as error:
+        raise SpecError(f"{file}: no such file") from error
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise SpecError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from error
+    assert isinstance(value, dict)
+    places = yaml_places(file) | {tuple(word.split("=", 1)[0].split(".")): "command line" for word in overrides}
+    return validate(model, {str(key): item for key, item in value.items()}, places)
+
+
 def compose_dict(words: Sequence[str]) -> dict[str, Any]:
     """The resolved values of `compose`, not validated."""
     for name, function in _ARITHMETIC.items():

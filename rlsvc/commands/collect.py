@@ -1,0 +1,57 @@
+"""`rlsvc collect`: demonstrations and policy rollouts of a robot."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+INTERRUPTED = 130
+SHOWN = ("overruns", "jitter_p50_ms", "jitter_p99_ms", "skew_p99_ms")
+
+
+def collect(
+    file: Annotated[Path, typer.Argument(help="YAML file of the session: robot, limits, task, dataset.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as episodes=5.")] = None,
+    cfg: Annotated[bool, typer.Option("--cfg", help="Print the resolved specification and end.")] = False,
+) -> None:
+    """Record episodes of a robot, moved by people or a policy, into a LeRobot dataset; people steer it in a browser."""
+    from rlsvc.spec.collect import CollectSpec
+    from rlsvc.spec.compose import compose_file, to_yaml
+
+    spec = compose_file(CollectSpec, file, overrides or [])
+    console = Console()
+    if cfg:
+        console.print(to_yaml(spec), markup=False, highlight=False, end="", soft_wrap=True)
+        return
+    from rlsvc.collect import collect as run_session
+
+    stop = threading.Event()
+    # The session ends after the step under way, and the robot is stopped by rule; a second Ctrl-C ends at once.
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    def interrupted(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    signal.signal(signal.SIGINT, interrupted)
+    result = run_session(spec, say=lambda line: console.print(line, markup=False, highlight=False), stop=stop)
+    table = Table(show_header=False, box=None)
+    table.add_row("dataset", str(result.dataset))
+    table.add_row("episodes", f"{result.episodes} kept, {result.discarded} discarded")
+    for name in SHOWN:
+        if name in result.metrics:
+            table.add_row(name.replace("_", " "), f"{result.metrics[name]:.3g}")
+    for name, count in sorted(result.metrics.items()):
+        if name.startswith("guard_"):
+            table.add_row(name.replace("_", " "), f"{count:.0f}")
+    console.print(table)
+    if result.interrupted:
+        console.print("Stopped before all episodes were there; the same command adds to the dataset.")
+        raise typer.Exit(INTERRUPTED)

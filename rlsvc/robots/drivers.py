@@ -1,0 +1,92 @@
+"""The table of drivers, and of what people move robots with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from rlsvc.core.contract import Feature
+from rlsvc.core.errors import UserError
+from rlsvc.robots.api import Driver
+from rlsvc.robots.operator import Jog
+from rlsvc.robots.station import Teleop
+from rlsvc.spec.station import DriverSpec, JogSpec, TeleopSpec
+
+
+def make_driver(spec: DriverSpec) -> Driver:
+    """The driver of a specification; nothing is opened.
+
+    Raises:
+        UserError: what it needs is not installed, or its configuration does not fit.
+    """
+    try:
+        return DRIVERS[spec.name](spec)
+    except ImportError as error:
+        raise UserError(
+            f"driver '{spec.name}' needs a package that is not installed ({error}); install rlsvc[robot]"
+        ) from error
+
+
+def _lerobot(spec: Any) -> Driver:
+    from rlsvc.robots.lerobot import LeRobotDriver
+
+    return LeRobotDriver(spec)
+
+
+def _dobot(spec: Any) -> Driver:
+    from rlsvc.robots.dobot import DobotDriver
+
+    return DobotDriver(spec)
+
+
+DRIVERS: dict[str, Callable[[Any], Driver]] = {
+    "so101": _lerobot,
+    "so100": _lerobot,
+    "lerobot": _lerobot,
+    "dobot": _dobot,
+}
+
+
+class Leader:
+    """A teleoperator that says where the robot is to be: a leader arm."""
+
+    def __init__(self, device: Any) -> None:
+        """Takes a LeRobotTeleop that is connected."""
+        self._device = device
+
+    def read(self, measured: np.ndarray, dt: float) -> np.ndarray:
+        """See Teleop. Raises ConnectionLost."""
+        return self._device.read()
+
+    def sent(self, command: np.ndarray) -> None:
+        """See Teleop."""
+
+    def reset(self) -> None:
+        """See Teleop."""
+
+
+def make_teleop(spec: TeleopSpec | None, action: Feature, stack: ExitStack) -> Teleop | None:
+    """What a person moves the robot with, connected; None for nothing.
+
+    Args:
+        spec: which.
+        action: of the robot, [A].
+        stack: closes it.
+
+    Raises:
+        UserError: it is not there, or was made for another robot.
+        ConnectionLost: it does not answer.
+    """
+    if spec is None:
+        return None
+    if isinstance(spec, JogSpec):
+        return Jog(np.array(spec.speed))
+    from rlsvc.robots.teleop_lerobot import LeRobotTeleop
+
+    device = LeRobotTeleop(spec, action)
+    device.connect()
+    stack.callback(device.close)
+    return Leader(device)
