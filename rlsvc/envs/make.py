@@ -86,6 +86,12 @@ def _make_aloha(spec: Any) -> Any:
     return make_aloha(spec)
 
 
+def _make_robot(spec: Any) -> Any:
+    from rlsvc.envs.robot import make_robot
+
+    return make_robot(spec)
+
+
 def _make_plugin(spec: Any) -> Any:
     env = plugin(spec.name).make(spec)
     if hasattr(env, "contract"):
@@ -105,4 +111,5 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "maniskill": _make_maniskill,
     "libero": _make_libero,
     "aloha": _make_aloha,
+    "robot": _make_robot,
 }

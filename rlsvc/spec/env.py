@@ -20,6 +20,7 @@ from pydantic import (
 
 from rlsvc.core.errors import UserError, nearest, unknown_name
 from rlsvc.spec.base import Spec
+from rlsvc.spec.station import StationSpec
 
 ENTRY_POINTS = "rlsvc.envs"
 
@@ -258,7 +259,28 @@ class LiberoSpec(EnvBase):
         return self
 
 
-BuiltIn = PushTSpec | GymnasiumSpec | DMControlSpec | ManiSkillSpec | LiberoSpec | AlohaSpec
+class RobotEnvSpec(EnvBase):
+    """A physical robot, or virtual hardware (docs/robots.md)."""
+
+    name: Literal["robot"] = "robot"
+    station: StationSpec
+    """The robot, its limits, its rate, and what people move it with."""
+    task: str | None = Field(default=None, min_length=1)
+    """What it is to do, for policies that take a prompt; null gives no text."""
+    start: Literal["person", "auto"] = "person"
+    """person: an episode begins when somebody says so, after they put things back; auto: at once."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for a person, and for a robot that does not answer."""
+    max_steps: int | None = Field(default=300, ge=1)
+    """Control steps after which an episode is cut off."""
+
+    @property
+    def step_limit(self) -> int:
+        """Steps of an episode at most."""
+        return self.max_steps or 2**31
+
+
+BuiltIn = PushTSpec | GymnasiumSpec | DMControlSpec | ManiSkillSpec | LiberoSpec | AlohaSpec | RobotEnvSpec
 SPECS: dict[str, type[EnvBase]] = {cls.model_fields["name"].default: cls for cls in get_args(BuiltIn)}
 
 

@@ -11,7 +11,7 @@ from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.base import Spec
 from rlsvc.spec.data import DataSpec
 from rlsvc.spec.diffusion import DiffusionSpec
-from rlsvc.spec.env import EnvSpec
+from rlsvc.spec.env import EnvSpec, RobotEnvSpec
 from rlsvc.spec.learner import CheckpointSpec, EvaluationSpec, LearnerSpec
 from rlsvc.spec.phases import COLLECT, EVALUATE, PhaseSpec
 from rlsvc.spec.pi0 import Pi0Spec
@@ -146,6 +146,7 @@ class RunSpec(Spec):
             )
         self._check_phases()
         self._check_robot()
+        self._check_one_robot()
         if self.data is not None:
             groups = sorted({dataset.group for dataset in self.data.datasets})
             group = self.evaluation.group
@@ -164,6 +165,26 @@ class RunSpec(Spec):
             raise ValueError(
                 f"policy.n_action_steps: got {self.policy.n_action_steps}, robot '{self.robot.name}' executes "
                 f"{self.robot.execute} actions of a chunk (robot.execute)"
+            )
+
+    def _check_one_robot(self) -> None:
+        """There is one arm, and a person beside it."""
+        if not isinstance(self.env, RobotEnvSpec):
+            return
+        streams, name = self.rollout.workers * self.rollout.envs_per_worker, self.env.station.id
+        if streams != 1:
+            raise ValueError(
+                f"rollout.workers, rollout.envs_per_worker: got {streams} environments, robot '{name}' is one"
+            )
+        if self.online and self.evaluation.interval is not None:
+            raise ValueError(
+                f"evaluation.interval: got {self.evaluation.interval}, but robot '{name}' collects meanwhile; set it "
+                "to null, and try the policy afterwards with rlsvc evaluate"
+            )
+        if self.online and self.rollout.timeout_s <= self.env.start_timeout_s:
+            raise ValueError(
+                f"rollout.timeout_s: got {self.rollout.timeout_s:g}, at which a worker counts as hung, but it may wait "
+                f"{self.env.start_timeout_s:g} s for a person (env.start_timeout_s); expected more than that"
             )
 
     def _check_phases(self) -> None:

@@ -6,11 +6,20 @@ import logging
 import os
 
 from rlsvc.core.errors import UserError
+from rlsvc.spec.env import EnvBase, RobotEnvSpec
 from rlsvc.spec.run import RunSpec
 
 
-def ensure_ray() -> None:
+def robot_resources(env: EnvBase | None) -> dict[str, float]:
+    """What Ray holds for a worker that steps this environment: all of its robot, so that no other run gets the arm."""
+    return {f"robot:{env.station.id}": 1.0} if isinstance(env, RobotEnvSpec) else {}
+
+
+def ensure_ray(env: EnvBase | None = None) -> None:
     """Connect to RAY_ADDRESS when it is set (a submitted job has it), else start Ray on this machine.
+
+    Args:
+        env: that the run steps; a Ray that is started here has its robot.
 
     Raises:
         UserError: Ray is not installed, or nobody answers at RAY_ADDRESS.
@@ -36,6 +45,7 @@ def ensure_ray() -> None:
             include_dashboard=False if own else None,
             log_to_driver=not own,
             logging_level=logging.ERROR,
+            resources=robot_resources(env) or None if own else None,
         )
     except ConnectionError as error:
         raise UserError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
@@ -103,6 +113,12 @@ def check_resources(spec: RunSpec) -> None:
         share = evaluation.cpus_per_worker
         asked["CPU"].append((evaluation.workers * share, f"{evaluation.workers} evaluation workers x {share:g}"))
         asked["GPU"].append((evaluation.gpus or 0.0, f"evaluation {evaluation.gpus or 0:g}"))
+    for name in robot_resources(spec.env):
+        if name not in total:
+            raise UserError(
+                f"no node of the Ray cluster has the robot '{name.removeprefix('robot:')}': start Ray on its computer "
+                f"with ray start --address=HEAD:6379 --resources='{{\"{name}\": 1}}'"
+            )
     for name, parts in asked.items():
         amount = sum(part for part, _ in parts)
         if amount > total.get(name, 0) + 1e-9:

@@ -23,6 +23,7 @@ from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.env import EnvSpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.run import RunSpec
+from rlsvc.train.cluster import robot_resources
 from rlsvc.train.inference import CentralRunner, make_central
 from rlsvc.train.rollout_worker import Acting, RolloutWorker, make_acting
 
@@ -241,9 +242,12 @@ class RayRollouts:
             "OMP_NUM_THREADS": "1",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
         }
-        self._class = ray.remote(num_cpus=spec.cpus_per_worker, max_restarts=0, runtime_env={"env_vars": environment})(
-            _RayWorker
-        )
+        self._class = ray.remote(
+            num_cpus=spec.cpus_per_worker,
+            resources=robot_resources(env),
+            max_restarts=0,
+            runtime_env={"env_vars": environment},
+        )(_RayWorker)
         self._slots = [_Slot(worker, incarnations[worker]) for worker in range(spec.workers)]
         self._weights: Any = None
         self._version = -1

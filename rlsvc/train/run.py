@@ -93,7 +93,7 @@ def train(
     contract = _env_contract(spec)
     placed = spec
     if not local:
-        ensure_ray()
+        ensure_ray(spec.env)
         placed = place_on_gpus(spec, cluster_gpus())
         check_resources(placed)
     folder = _prepare_folder(spec)

@@ -61,7 +61,7 @@ def evaluate_bundle(
     if resume and output is None:
         raise UserError("--resume: goes on with the scores of --output, which is missing")
     if not local:
-        ensure_ray()
+        ensure_ray(env_spec)
     env = make_env(env_spec)
     runner: Runner
     with contextlib.ExitStack() as stack:

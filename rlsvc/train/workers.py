@@ -20,6 +20,7 @@ from rlsvc.core.errors import UserError
 from rlsvc.core.history import ObservationHistory
 from rlsvc.envs.make import make_env
 from rlsvc.spec.env import EnvSpec
+from rlsvc.train.cluster import robot_resources
 
 STEP_TIMEOUT_S = 120.0
 """A worker that does not answer for this long is taken for lost."""
@@ -223,7 +224,7 @@ class RayWorkers:
 
         self.count = count
         self._make = (spec, n_obs_steps)
-        self._class = ray.remote(num_cpus=cpus, max_restarts=0)(EpisodeWorker)
+        self._class = ray.remote(num_cpus=cpus, resources=robot_resources(spec), max_restarts=0)(EpisodeWorker)
         self._actors: list[Any] = [self._class.remote(*self._make) for _ in range(count)]
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

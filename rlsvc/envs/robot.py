@@ -1,0 +1,214 @@
+"""A physical robot as an environment: a rollout worker steps it like a simulator, in real time.
+
+A step sends the action through the guard, waits for the next tick, and reads. A person may take over in the middle of
+it: then the step says what was sent in the policy's place. Reward and end come from the person too: an episode that
+they call a success ends with reward 1, a failure with 0; one that they discard is lost, as if a simulator had failed.
+
+Letters: A action dimensions.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+
+from rlsvc.core.contract import TEXT, Contract, Feature
+from rlsvc.core.errors import UserError
+from rlsvc.core.types import COMMANDED, INTERVENTION
+from rlsvc.envs.adapter import TASK, contract_spaces
+from rlsvc.robots.api import ConnectionLost, Reading
+from rlsvc.robots.drivers import make_driver, make_teleop
+from rlsvc.robots.guarded import GuardedRobot
+from rlsvc.robots.handover import Planned
+from rlsvc.robots.kinematics import make_sites
+from rlsvc.robots.operator import Operator
+from rlsvc.robots.station import Station
+from rlsvc.spec.env import RobotEnvSpec
+
+POLL_S = 0.05
+RECONNECT_S = 1.0
+POLICY = "policy"
+"""Who holds the lease while no person does; a chunk's `version` says which weights acted."""
+
+
+class EpisodeDiscardedError(Exception):
+    """A person discarded the episode under way."""
+
+
+class RobotEnv(gymnasium.Env):
+    """One robot. It is connected with the first `reset`, so that its contract can be asked for from afar.
+
+    Attributes:
+        step_columns: what each step's `info` tells: `action` [A] that was sent, `commanded` [A] that was asked for
+            before the guard, `intervention`.
+        operator: what people want; there once it is connected.
+    """
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, spec: RobotEnvSpec) -> None:
+        """Nothing is opened.
+
+        Raises:
+            UserError: the driver's configuration does not fit, or what it needs is not installed.
+        """
+        self._spec, self._place = spec, spec.station
+        self.metadata = {**type(self).metadata, "render_fps": self._place.rate_hz}
+        self.render_mode = "rgb_array"
+        self._driver = make_driver(self._place.driver)
+        guard, action = self._place.guard, self._driver.action
+        self._action = Feature(action.shape, "float32", action.unit, action.names, guard.low, guard.high)
+        self.step_columns = {
+            "action": self._action,
+            COMMANDED: self._action,
+            INTERVENTION: Feature((), "bool"),
+        }
+        self.observation_space, self.action_space = contract_spaces(self.contract())
+        self._stack = ExitStack()
+        self._station: Station | None = None
+        self._reading: Reading | None = None
+        self._steps = 0
+
+    def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
+        """What the robot gives and takes; actions are bounded by the guard's limits."""
+        features = dict(self._driver.observation)
+        if self._spec.task is not None:
+            features[TASK] = Feature((), TEXT)
+        return Contract(features, self._action, self._place.rate_hz, n_obs_steps, action_horizon)
+
+    @property
+    def station(self) -> Station:
+        """The robot and its people.
+
+        Raises:
+            UserError: it was not reset yet.
+        """
+        if self._station is None:
+            raise UserError("robot: reset the environment first, which connects it")
+        return self._station
+
+    @property
+    def operator(self) -> Operator:
+        """See the class."""
+        return self.station.operator
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Hold the robot still until somebody starts an episode, or at once where the specification says so.
+
+        Raises:
+            UserError: nobody started one within `start_timeout_s`, or the robot cannot be had.
+            ConnectionLost: it does not answer.
+        """
+        super().reset(seed=seed)
+        self._connect()
+        robot = self.station.robot
+        if self._reading is not None and robot.stopped is None:
+            self.station.end()
+        self._reading = None
+        self._await_start()
+        self.station.begin()
+        self._reading, self._steps = self.station.observe(), 0
+        return self._observation(), {"is_success": False}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """One tick.
+
+        Raises:
+            ConnectionLost: the robot or a camera is gone; the next `reset` connects anew.
+            EpisodeDiscardedError: a person discarded the episode.
+        """
+        assert self._reading is not None
+        planned = Planned(np.asarray(action, np.float32), min(self._reading.stamps.values()))
+        try:
+            done = self.station.act(planned, self._reading, POLICY)
+            self._reading = self.station.observe()
+        except ConnectionLost:
+            self.close()
+            raise
+        self._steps += 1
+        mark = self.operator.take_mark()
+        if mark is not None and mark.ending == "discard":
+            raise EpisodeDiscardedError(f"{mark.by} discarded the episode")
+        success = mark is not None and mark.ending == "success"
+        cut = self.station.robot.stopped is not None or self._steps >= self._spec.step_limit
+        told = {
+            "is_success": success,
+            "action": done.action,
+            COMMANDED: done.commanded,
+            INTERVENTION: done.intervention,
+            "actor": mark.by if mark is not None else done.actor,
+            "guard": "" if done.verdict is None else done.verdict.why,
+        }
+        return self._observation(), float(success), mark is not None, cut and mark is None, told
+
+    def render(self) -> np.ndarray:
+        """The newest frame of the first camera, [H, W, 3] uint8; black where there is none."""
+        images = [] if self._reading is None else [x for x in self._reading.values.values() if x.dtype == np.uint8]
+        return images[0] if images else np.zeros((96, 96, 3), np.uint8)
+
+    def close(self) -> None:
+        """Stop the robot by the guard's rule and let it go."""
+        self._stack.close()
+        self._station = self._reading = None
+
+    def _connect(self) -> None:
+        if self._station is not None:
+            return
+        deadline = time.monotonic() + self._spec.start_timeout_s
+        while True:
+            with ExitStack() as stack:
+                try:
+                    self._station = self._open(stack)
+                    self._stack = stack.pop_all()
+                    return
+                except ConnectionLost as error:
+                    if time.monotonic() > deadline:
+                        raise UserError(f"robot '{self._place.id}' does not answer: {error}") from error
+            time.sleep(RECONNECT_S)
+
+    def _open(self, stack: ExitStack) -> Station:
+        place, action = self._place, self._driver.action
+        sites = make_sites(place.guard.workspace, action) if place.guard.workspace else None
+        teleop = make_teleop(place.teleop, action, stack)
+        robot = stack.enter_context(GuardedRobot(place.id, self._driver, place.guard, place.rate_hz, sites=sites))
+        return Station(robot, Operator(robot), rate_hz=place.rate_hz, max_skew_s=place.max_skew_s, teleop=teleop)
+
+    def _await_start(self) -> None:
+        deadline = time.monotonic() + self._spec.start_timeout_s
+        robot = self.station.robot
+        while True:
+            waits_for_person = self._spec.start == "person" or robot.stopped is not None
+            if not waits_for_person or (self.operator.await_start(POLL_S) and robot.stopped is None):
+                return
+            if time.monotonic() > deadline:
+                why = f"it was stopped: {robot.stopped.why}" if robot.stopped else "nobody started an episode"
+                raise UserError(
+                    f"robot '{self._place.id}': {why}; waited {self._spec.start_timeout_s:g} s for a person"
+                )
+
+    def _observation(self) -> dict[str, Any]:
+        assert self._reading is not None
+        told = dict(self._reading.values)
+        if self._spec.task is not None:
+            told[TASK] = self._spec.task
+        return told
+
+
+def make_robot(spec: RobotEnvSpec) -> RobotEnv:
+    """The environment of a specification.
+
+    Raises:
+        UserError: an option that a robot has no meaning for.
+    """
+    plain = RobotEnvSpec(station=spec.station)
+    own = {"station", "task", "start", "start_timeout_s", "max_steps", "import_module"}
+    for name in type(spec).model_fields:
+        if name not in own and getattr(spec, name) != getattr(plain, name):
+            raise UserError(f"env.{name}: a robot's numbers are taken as they are; leave it out")
+    return RobotEnv(spec)
