@@ -194,7 +194,7 @@ class RobotEnv(gymnasium.Env):
 
     def _observation(self) -> dict[str, Any]:
         assert self._reading is not None
-        told = dict(self._reading.values)
+        told: dict[str, Any] = dict(self._reading.values)
         if self._spec.task is not None:
             told[TASK] = self._spec.task
         return told
