@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlsvc.data.edit import Cut
 
 console = Console()
+FIRST_SHOWN = 20
 
 SourceArgument = Annotated[Path, typer.Argument(help="A LeRobot dataset.")]
 NewArgument = Annotated[Path, typer.Argument(help="Folder of the new dataset; may be the source with --overwrite.")]
@@ -99,6 +100,25 @@ def split(
         _write(those, into / name, overwrite)
 
 
+def view(
+    source: SourceArgument,
+    page: Annotated[Path, typer.Argument(help="Folder of the page; open index.html in a browser.")],
+    episodes: Annotated[str | None, typer.Option(help="Only these, such as 0-9; the first 20 without it.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a page that is there.")] = False,
+) -> None:
+    """Write a web page with video, plots of state, action and reward, and where a person intervened."""
+    from rlsvc.data.edit import open_lerobot
+    from rlsvc.data.view import write_view
+
+    chosen = _numbers(episodes) or open_lerobot(source).episode_ids[:FIRST_SHOWN]
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
+        bar = progress.add_task("episodes", total=len(chosen))
+        written = write_view(
+            source, page, chosen, overwrite=overwrite, on_episode=lambda done: progress.update(bar, completed=done)
+        )
+    console.print(Text(f"{written}: {len(chosen)} episodes"), soft_wrap=True)
+
+
 def _numbers(episodes: str | None) -> tuple[int, ...] | None:
     return None if episodes is None else parse_episodes(episodes)
 
@@ -121,4 +141,4 @@ def _write(cuts: Sequence[Cut], destination: Path, overwrite: bool) -> None:
         )
 
 
-COMMANDS = (relabel, trim, merge, split)
+COMMANDS = (relabel, trim, merge, split, view)
