@@ -11,7 +11,20 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from rlsvc import __version__
-from rlsvc.commands import dataset, dataset_edit, demo, doctor, jobs, policies, query, serve, sweep, train, values
+from rlsvc.commands import (
+    dataset,
+    dataset_edit,
+    demo,
+    doctor,
+    jobs,
+    policies,
+    query,
+    serve,
+    sweep,
+    timelapse,
+    train,
+    values,
+)
 from rlsvc.core.errors import UserError
 
 USER_ERROR = 2
@@ -31,7 +44,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train.train, train.evaluate, sweep.sweep, serve.serve, query.query, doctor.doctor, demo.demo):
+for command in (
+    train.train,
+    train.evaluate,
+    sweep.sweep,
+    serve.serve,
+    query.query,
+    doctor.doctor,
+    demo.demo,
+    timelapse.timelapse,
+):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(jobs.submit)
 dataset.app.command()(values.values)
