@@ -11,7 +11,21 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from rlsvc import __version__
-from rlsvc.commands import collect, dataset, demo, doctor, jobs, policies, query, serve, sweep, train, values
+from rlsvc.commands import (
+    collect,
+    dataset,
+    dataset_edit,
+    demo,
+    doctor,
+    jobs,
+    policies,
+    query,
+    serve,
+    sweep,
+    timelapse,
+    train,
+    values,
+)
 from rlsvc.core.errors import UserError
 
 USER_ERROR = 2
@@ -41,10 +55,13 @@ for command in (
     collect.collect,
     doctor.doctor,
     demo.demo,
+    timelapse.timelapse,
 ):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(jobs.submit)
 dataset.app.command()(values.values)
+for command in dataset_edit.COMMANDS:
+    dataset.app.command()(command)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dataset.app, name="dataset")
 app.add_typer(policies.app, name="policies")

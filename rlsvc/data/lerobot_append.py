@@ -46,7 +46,14 @@ class LeRobotAppender:
     """
 
     def __init__(
-        self, root: Path, features: Mapping[str, Feature], fps: float, robot_type: str | None, *, durable: bool = True
+        self,
+        root: Path,
+        features: Mapping[str, Feature],
+        fps: float,
+        robot_type: str | None,
+        *,
+        durable: bool = True,
+        video_info: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Open a dataset to append to it, or begin one. What a killed writer had sealed is put in first.
 
@@ -56,6 +63,7 @@ class LeRobotAppender:
             fps: steps a second.
             robot_type: of meta/info.json.
             durable: wait for the disk, so that episodes survive the machine's death and not the process's alone.
+            video_info: by camera what a new dataset's info.json says of its videos, where they are not encoded here.
 
         Raises:
             DatasetError: something else is at `root`, or a dataset of another robot, rate or columns.
@@ -68,6 +76,8 @@ class LeRobotAppender:
         self._durable, self._sealed, self._lock = durable, False, -1
         refuse_other_content(root)
         declared = declare(features, fps)
+        for camera, about in (video_info or {}).items():
+            declared[camera]["info"] = dict(about)
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(root)

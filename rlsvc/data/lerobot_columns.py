@@ -65,22 +65,28 @@ def _declare_video(key: str, feature: Feature, fps: float) -> dict[str, Any]:
     return {"dtype": "video", "shape": [height, width, 3], "names": IMAGE_NAMES, "info": info}
 
 
-def differences(there: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """In what two meta/info.json differ that makes them of different robots, as a text; "" when in nothing."""
+def differences(there: Mapping[str, Any], mine: Mapping[str, Any], where: tuple[str, str] = ("there", "here")) -> str:
+    """In what two meta/info.json differ that makes them of different robots, as a text; "" when in nothing.
+
+    Args:
+        there: the one.
+        mine: the other.
+        where: how the text calls them.
+    """
     for key, label in (("fps", "steps a second (fps)"), ("robot_type", "robot_type")):
         if there.get(key) != mine.get(key):
-            return f"{label} is {there.get(key)!r} there and {mine.get(key)!r} here"
+            return f"{label} is {there.get(key)!r} {where[0]} and {mine.get(key)!r} {where[1]}"
     theirs, ours = there.get("features", {}), mine["features"]
     for key in [*ours, *theirs]:
         if key not in theirs or key not in ours:
-            return f"feature '{key}' is only {'there' if key in theirs else 'here'}"
+            return f"feature '{key}' is only {where[key not in theirs]}"
         for field in ("dtype", "shape", "names", "unit"):
             a, b = theirs[key].get(field), ours[key].get(field)
             a, b = (flat_names(a), flat_names(b)) if field == "names" else (a, b)
             if field == "shape":
                 a, b = list(a), list(b)
             if (a or None) != (b or None):
-                return f"{field} of feature '{key}' is {a!r} there and {b!r} here"
+                return f"{field} of feature '{key}' is {a!r} {where[0]} and {b!r} {where[1]}"
     return ""
 
 

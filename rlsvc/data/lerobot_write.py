@@ -44,7 +44,7 @@ def write_lerobot(
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write(table, temporary, images, robot_type, on_episode)
-        _replace(temporary, path)
+        replace_folder(temporary, path)
     except OSError as error:
         raise DatasetError(
             f"{path}: cannot be written ({error.strerror or error}); nothing was changed there"
@@ -133,7 +133,7 @@ def _cell(column: np.ndarray, step: int) -> Any:
     return str(cell) if column.dtype.kind in "OU" else np.atleast_1d(cell)
 
 
-def _replace(temporary: Path, path: Path) -> None:
+def replace_folder(temporary: Path, path: Path) -> None:
     """Put the new folder in the old one's place; the old one is deleted only when the new one stands."""
     old = path.parent / f"{temporary.name}.old"
     if path.exists():

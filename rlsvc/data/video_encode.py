@@ -15,7 +15,9 @@ import numpy as np
 CODEC = "libx264"
 PIXELS = "yuv420p"
 KEYFRAME_INTERVAL = 10
-OPTIONS = {"preset": "veryfast", "crf": "18", "bf": "0", "g": str(KEYFRAME_INTERVAL), "threads": "2"}
+QUALITY, QUALITY_OF_COPIES = 18, 10
+"""Of x264 (crf), lower is better: of camera frames, and of frames that were encoded once already."""
+OPTIONS = {"preset": "veryfast", "bf": "0", "g": str(KEYFRAME_INTERVAL), "threads": "2"}
 """Without B-frames a frame's time is i / fps exactly, and the file has no edit list. A key frame every
 KEYFRAME_INTERVAL frames keeps random access cheap for whoever trains on it."""
 SAMPLED_SIDE = 96
@@ -30,14 +32,20 @@ class VideoFile:
         histogram: [3, 256], how many of the sampled pixels have each value, by channel.
     """
 
-    def __init__(self, path: Path, fps: float) -> None:
+    def __init__(self, path: Path, fps: float, quality: int = QUALITY) -> None:
         """Begin the file.
+
+        Args:
+            path: of the new file.
+            fps: frames a second.
+            quality: crf of x264.
 
         Raises:
             OSError: it cannot be made.
         """
         import av
 
+        self._options = OPTIONS | {"crf": str(quality)}
         self.frames, self.histogram = 0, np.zeros((3, 256), np.int64)
         self._fps = Fraction(fps).limit_denominator(1001)
         # A file of Python's own, so that a full disk is an error here and not a silent gap in the file.
@@ -54,7 +62,7 @@ class VideoFile:
         import av
 
         if self._stream is None:
-            self._stream = self._container.add_stream(CODEC, rate=self._fps, options=dict(OPTIONS))
+            self._stream = self._container.add_stream(CODEC, rate=self._fps, options=self._options)
             self._stream.height, self._stream.width = frame.shape[:2]
             self._stream.pix_fmt = PIXELS
             self._stream.time_base = 1 / self._fps
@@ -62,9 +70,7 @@ class VideoFile:
         picture.pts, picture.time_base = self.frames, 1 / self._fps
         self._mux(picture)
         self.frames += 1
-        step = max(1, min(frame.shape[:2]) // SAMPLED_SIDE)
-        for channel in range(3):
-            self.histogram[channel] += np.bincount(frame[::step, ::step, channel].ravel(), minlength=256)
+        count_pixels(frame, self.histogram)
 
     def close(self) -> None:
         """Write what is left, and wait until it is on the disk.
@@ -90,6 +96,13 @@ class VideoFile:
             raise self._file.error or OSError(str(error)) from error
         if self._file.error is not None:
             raise self._file.error
+
+
+def count_pixels(frame: np.ndarray, histogram: np.ndarray) -> None:
+    """Add the sampled pixels of a frame [H, W, 3] uint8 to a histogram [3, 256], by channel and value."""
+    step = max(1, min(frame.shape[:2]) // SAMPLED_SIDE)
+    for channel in range(3):
+        histogram[channel] += np.bincount(frame[::step, ::step, channel].ravel(), minlength=256)
 
 
 class _Whole:

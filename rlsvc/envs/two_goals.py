@@ -3,7 +3,7 @@
 `env: {name: gymnasium, id: rlsvc/TwoGoals-v0, import_module: rlsvc.envs.two_goals}`. Image and state alone do not say
 which disc is meant, so a policy that does not read the prompt succeeds half of the time at best.
 
-    python -m rlsvc.envs.two_goals datasets/two_goals.npz --episodes 200
+    python -m rlsvc.envs.two_goals datasets/two_goals.npz
 
 writes demonstrations of an expert that walks there with noise.
 
@@ -37,7 +37,7 @@ class TwoGoals(gymnasium.Env):
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": RATE_HZ}
 
-    def __init__(self, size: int = 48, mislead: bool = False, render_mode: str | None = "rgb_array") -> None:
+    def __init__(self, size: int = 24, mislead: bool = False, render_mode: str | None = "rgb_array") -> None:
         self.size, self.mislead, self.render_mode = size, mislead, render_mode
         self.observation_space = spaces.Dict(
             {
@@ -73,7 +73,7 @@ class TwoGoals(gymnasium.Env):
         done = bool(near.any())
         return self._observation(), float(success), done, not done and self.steps >= MAX_STEPS, {"is_success": success}
 
-    def expert(self, rng: np.random.Generator, noise: float = 0.3) -> np.ndarray:
+    def expert(self, rng: np.random.Generator, noise: float = 0.1) -> np.ndarray:
         """An action towards the disc that is meant, as fast as allowed, with noise."""
         way = self.goals[self.goal] - self.point
         return np.clip(way / max(np.abs(way).max(), STEP) + noise * rng.normal(size=2), -1, 1).astype(np.float32)
@@ -91,7 +91,7 @@ class TwoGoals(gymnasium.Env):
         return {"image": self.render(), "state": self.point.astype(np.float32), "task": task}
 
 
-def demonstrations(episodes: int, seed: int = 0, size: int = 48) -> dict[str, Any]:
+def demonstrations(episodes: int, seed: int = 0, size: int = 24) -> dict[str, Any]:
     """A replay buffer of the expert: columns [N, ...] by LeRobot's names, `episode_ends` and `tasks` [E]."""
     env, rng = TwoGoals(size), np.random.default_rng(seed)
     columns: dict[str, list[Any]] = {name: [] for name in ("observation.image", "observation.state", "action")}
@@ -124,7 +124,7 @@ def main() -> None:
     """Write demonstrations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--episodes", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.path.parent.mkdir(parents=True, exist_ok=True)

@@ -68,5 +68,7 @@ class EvaluationSpec(Spec):
     """Episode i uses first_seed + i."""
     videos: bool = True
     """Video of the best, median and worst episode of the final evaluation."""
+    step_videos: bool = False
+    """Video of the median episode of every evaluation, videos/step_<step>.mp4; `rlsvc timelapse` joins them."""
     metric: Literal["max_reward", "return", "success"] = "max_reward"
     """What "best" means."""

@@ -162,6 +162,9 @@ class _Run:
         partial.write_text(json.dumps(self.scores))
         partial.replace(self._scores_file)
         self._log(step, {f"eval/{name}": value for name, value in metrics.items()})
+        if self.spec.env and self.spec.evaluation.step_videos:
+            episode = self.last_evaluation.extremes(self.spec.evaluation.metric)["median"]
+            write_video(episode, self.spec.env, self.folder / "videos" / f"step_{step:09d}.mp4")
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics |= metrics

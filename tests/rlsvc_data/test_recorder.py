@@ -77,7 +77,7 @@ def test_statistics_are_those_of_the_frames_and_numbers(tmp_path):
     assert np.array(stats[FRONT]["max"]).shape == (3, 1, 1)
 
 
-CHANGES = ("rename", "replace", "mkdir", "rmdir", "unlink")
+CHANGES = ("rename", "replace", "rmdir")
 """Calls that change what another process sees."""
 
 
@@ -100,7 +100,7 @@ def deadly(monkeypatch, at):
 
 
 def test_a_kill_before_any_change_leaves_every_acknowledged_episode(tmp_path, monkeypatch):
-    """Each change that ending an episode makes, in turn; the dataset is read as it lies, then recording goes on in it."""
+    """Each change that ending an episode makes, in turn. The dataset is read as it lies, then recording goes on."""
     there_whole = []
     for at in range(1000):
         path = tmp_path / str(at)
@@ -127,14 +127,14 @@ def test_a_kill_before_any_change_leaves_every_acknowledged_episode(tmp_path, mo
             break
     (report,) = check_path(path)
     assert [f for f in report.findings if f.severity != "note"] == []
-    assert len(there_whole) > 15
+    assert len(there_whole) > 10
     assert there_whole == sorted(there_whole)
     assert set(there_whole) == {1, 2}
 
 
-@pytest.mark.parametrize("at", [0, 9, 10, 11, 12, 13, 14, 15, 16])
+@pytest.mark.parametrize("at", range(1, 9))
 def test_lerobot_reads_what_a_kill_left(at, tmp_path, monkeypatch, lerobot_dataset):
-    """The changes from 10 on are those of the commit itself."""
+    """Change 0 renames the video, 1 decides, 2 to 7 put files into place, 8 begins to clear up."""
     recorder = open_recorder(tmp_path / "d", camera=True)
     record(recorder, 0, camera=True)
     for i in range(3):
@@ -145,7 +145,7 @@ def test_lerobot_reads_what_a_kill_left(at, tmp_path, monkeypatch, lerobot_datas
         with pytest.raises(KilledError):
             recorder.end_episode("success", "another task")
     dataset = lerobot_dataset(tmp_path / "d", return_uint8=True)
-    assert len(dataset) in (4, 7)
+    assert len(dataset) == (7 if at == 8 else 4)
     for i in range(4):
         assert np.abs(dataset[i][FRONT].numpy().transpose(1, 2, 0) - picture(0, i).astype(float)).mean() < 6
         assert dataset[i]["task"] == "task 0"
@@ -199,17 +199,13 @@ def test_a_full_disk_ends_the_episode_and_leaves_the_others(tmp_path):
 
 
 def test_a_disk_that_fills_with_video_ends_the_episode_and_leaves_the_others(tmp_path):
-    rng = np.random.default_rng(0)
     with open_recorder(tmp_path / "d", camera=True) as recorder:
         record(recorder, 0, camera=True)
         encoder = recorder._encoders[FRONT]._process
         assert encoder is not None
         resource.prlimit(encoder.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        for i in range(100):
-            step = step_of(1, i, camera=True) | {FRONT: rng.integers(0, 256, (48, 64, 3), np.uint8)}
-            recorder.add(step, stamps_of(step, i / FPS))
         with pytest.raises(EpisodeLostError, match="disk full"):
-            recorder.end_episode("success", "task 1")
+            record(recorder, 1, 100, camera=True)
         assert recorder.num_steps == 0
         assert record(recorder, 2, camera=True) == 1
     assert seeds_in(tmp_path / "d") == [0, 2]

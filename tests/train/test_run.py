@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlsvc.core.errors import BusyError, ContractError, DatasetError, SpecError, UserError
+from rlsvc.data.timelapse import step_videos
 from rlsvc.spec.compose import compose
 from rlsvc.store import checkpoint
 from rlsvc.store.bundle import read_bundle
@@ -131,9 +132,10 @@ def test_a_run_folder_that_cannot_be_made_is_named(make_spec, tmp_path):
 
 @pytest.mark.slow
 def test_only_the_last_and_the_best_are_kept(make_spec):
-    spec = make_spec("total_steps=16", "evaluation.interval=4", "checkpoint.keep_last=1")
+    spec = make_spec("total_steps=16", "evaluation.interval=4", "checkpoint.keep_last=1", "evaluation.step_videos=true")
     train(spec, local=True)
     folder = run_dir(spec)
+    assert list(step_videos(folder / "videos")) == [4, 8, 12, 16]
     scores = {int(step): score for step, score in json.loads((folder / "evaluations.json").read_text()).items()}
     best = max(scores, key=lambda step: (scores[step], step))
     kept = sorted(int(path.name) for path in Path(folder / "bundles").iterdir())
