@@ -7,6 +7,7 @@ host and boot that clock is of.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -96,6 +97,9 @@ class CameraProcess:
         self._process = context.Process(target=_draw, args=arguments, name="cameras", daemon=True)
 
     def __enter__(self) -> Self:
+        if not os.environ.get("DISPLAY"):
+            # MuJoCo reads it when the process imports it, and its own choice needs a display.
+            os.environ.setdefault("MUJOCO_GL", "egl")
         self._process.start()
         while not self._pipe.poll(0.1):
             if not self._process.is_alive():
@@ -147,10 +151,8 @@ def _draw(path: str, views: dict[str, View], shared: Any, pipe: Connection, port
     streams = {name: Stream() for name in views}
     with Web(streams, {}, {}, port) as web:
         pipe.send({name: f"{web.url}/{name}.mjpg" for name in views})
-        try:
+        with contextlib.suppress(EOFError, OSError):  # the owner has closed the pipe, or is dead
             _render(model, data, np.frombuffer(shared), views, streams, renderers, pipe)
-        except (EOFError, OSError):
-            pass  # the owner has closed the pipe, or is dead
     for renderer in renderers.values():
         renderer.close()
 
