@@ -20,9 +20,15 @@ from rlsvc.robots.lerobot import LeRobotDriver
 from rlsvc.robots.virtual.so101 import RemoteSO101, start
 from rlsvc.robots.virtual.so101_sim import JOINTS
 from rlsvc.spec.lerobot_robot import LeRobotSpec, SO101Spec
-from tests.robots.virtual_arm import angles, at_rest, let_go, spec
+from tests.robots.virtual_arm import angles, at_rest, let_go, patient_lerobot, spec
 
 NAMES = tuple(f"{joint}.pos" for joint in JOINTS)
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    with patient_lerobot():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +59,7 @@ def driver(arm: RemoteSO101, folder: Path) -> Iterator[LeRobotDriver]:
     driver.close()
 
 
-def read(driver: LeRobotDriver, tries: int = 5) -> np.ndarray:
-    """The state; the virtual arm's process may be kept from answering on a busy machine."""
-    for _ in range(tries - 1):
-        try:
-            return driver.read().values["observation.state"]
-        except ConnectionLost:
-            time.sleep(0.2)
+def read(driver: LeRobotDriver) -> np.ndarray:
     return driver.read().values["observation.state"]
 
 
@@ -82,13 +82,14 @@ def test_it_moves_the_arm_and_holds_and_releases_it(arm: RemoteSO101, driver: Le
     there = at_rest(arm)
     assert read(driver)[[0, 4, 5]] == pytest.approx(goal[[0, 4, 5]], abs=0.6)
     assert read(driver)[1:4] == pytest.approx(goal[1:4], abs=4)  # gravity
-    driver.send(goal * 0)
-    time.sleep(0.15)
+    driver.send(np.array([100, -30, 20, 10, 30, 40], np.float32))
+    there = at_rest(arm)
+    driver.send(np.array([-100, -30, 20, 10, 30, 40], np.float32))
+    while read(driver)[0] > 80:
+        pass
     driver.stop("hold")
-    stopped = read(driver)
     assert all(arm.state()["torque"].values())
-    assert at_rest(arm)[[0, 4]] == pytest.approx(np.radians(stopped[[0, 4]]), abs=0.1)  # on the way, not at 0
-    assert abs(stopped[0]) > 5
+    assert -60 < np.degrees(at_rest(arm)[0]) < 100  # on the way
     driver.stop("release")
     assert not any(arm.state()["torque"].values())
     assert np.abs(at_rest(arm) - there).max() > 0.15
@@ -137,11 +138,11 @@ def test_a_lost_answer_is_asked_for_again_and_a_dead_bus_is_a_lost_connection_th
 
 def test_an_answer_that_came_too_late_is_not_taken_for_the_next(arm: RemoteSO101, driver: LeRobotDriver) -> None:
     driver.stop("release")
-    arm.faults(latency=0.3)
+    arm.faults(latency=0.7, mute=[2, 3, 4, 5, 6])
     with pytest.raises(ConnectionLost):
         driver.read()
-    time.sleep(6)  # until all late answers have come
-    arm.faults(latency=0.0)
+    time.sleep(1.5)  # until all late answers, of shoulder_pan, have come
+    arm.faults(latency=0.0, mute=[])
     arm.hand({"shoulder_pan": 0.9})
     time.sleep(1.0)
     assert read(driver)[0] == pytest.approx(np.degrees(angles(arm)[0]), abs=1)

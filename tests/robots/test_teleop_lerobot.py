@@ -15,12 +15,14 @@ from rlsvc.robots.teleop_lerobot import LeRobotTeleop
 from rlsvc.robots.virtual.so101 import start
 from rlsvc.robots.virtual.so101_sim import JOINTS
 from rlsvc.spec.lerobot_robot import LeRobotTeleopSpec
+from tests.robots.virtual_arm import patient_lerobot
 
 ACTION = Feature((6,), "float32", names=tuple(f"{joint}.pos" for joint in JOINTS))
 
 
 def test_a_leader_arm_says_where_a_hand_has_brought_it(tmp_path: Path) -> None:
-    with start("--cameras", "none", "--leader", "--id", "lead", "--calibration-dir", str(tmp_path)) as arm:
+    options = ("--cameras", "none", "--leader", "--id", "lead", "--calibration-dir", str(tmp_path))
+    with patient_lerobot(), start(*options) as arm:
         config = {"port": arm.port, "id": "lead", "calibration_dir": str(tmp_path), "num_read_retries": 5}
         backwards = Feature((6,), "float32", names=ACTION.names[::-1])
         teleop = LeRobotTeleop(LeRobotTeleopSpec(type="so101_leader", config=config), backwards)

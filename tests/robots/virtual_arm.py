@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from lerobot.motors.feetech import feetech
 
 from rlsvc.robots.virtual.so101 import RemoteSO101
 from rlsvc.robots.virtual.so101_sim import JOINTS
 from rlsvc.spec.lerobot_robot import SO101Spec
 
-HOME = {"shoulder_pan": 0.0, "shoulder_lift": -0.6, "elbow_flex": 0.6, "wrist_flex": 0.4, "wrist_roll": 0.0}
+PATIENCE_MS = 400
 
 
-def patiently[T](attempt: Callable[[], T], tries: int = 6) -> T:
-    """LeRobot waits 50 ms for a servo, once; the process of the virtual one may be kept longer on a busy machine."""
-    for _ in range(tries - 1):
-        try:
-            return attempt()
-        except ConnectionError:
-            time.sleep(0.2)
-    return attempt()
+@contextmanager
+def patient_lerobot() -> Iterator[None]:
+    """Let LeRobot wait longer for a servo than its 50 ms: the process of the virtual one gets its turn when it does."""
+    wait = feetech.patch_setPacketTimeout
+
+    def longer(self: Any, length: int) -> None:
+        wait(self, length)
+        self.packet_timeout += PATIENCE_MS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feetech, "patch_setPacketTimeout", longer)
+        yield
 
 
 def spec(arm: RemoteSO101, folder: Path, **changes: object) -> SO101Spec:
@@ -45,10 +53,19 @@ def at_rest(arm: RemoteSO101, timeout: float = 5.0) -> np.ndarray:
     return angles(arm)
 
 
-def take(arm: RemoteSO101, pose: dict[str, float] | None = None, seconds: float = 0.4) -> None:
+def reached(arm: RemoteSO101, pose: dict[str, float]) -> bool:
+    """Whether all joints of the pose are where it says, to a degree."""
+    told = arm.state()["angles"]
+    return all(abs(told[joint] - angle) < 0.0175 for joint, angle in pose.items())
+
+
+def take(arm: RemoteSO101, pose: dict[str, float], timeout: float = 20.0) -> None:
     """Bring joints somewhere by hand, and keep them there."""
-    arm.hand(pose or HOME)
-    time.sleep(seconds)
+    arm.hand(pose)
+    until = time.monotonic() + timeout
+    while not reached(arm, pose):
+        assert time.monotonic() < until, f"{pose} was not reached: {arm.state()['angles']}"
+        time.sleep(0.05)
 
 
 def let_go(arm: RemoteSO101) -> None:
