@@ -34,7 +34,7 @@ FAILURES = (ConnectionError, OSError, RuntimeError, TimeoutError, ValueError, In
 """What LeRobot raises when hardware does not do what it should; IndexError comes from Feetech's library when an answer
 is shorter than it expects."""
 TRIES = 3
-"""To connect."""
+"""To connect, and to hear from the first motor that is silent."""
 
 _ = lerobot_camera  # importing it makes its type of camera known
 
@@ -156,6 +156,10 @@ def _paths(config: Any) -> Iterator[str]:
             yield value
 
 
+class _SilentError(ConnectionLost):
+    """Motors that were asked several times already."""
+
+
 def start(kind: Kind, type: str, config: Any, hold: bool) -> Any:
     """A device, connected, without a question. What fails once on a bus that loses a packet now and then is done again.
 
@@ -175,9 +179,9 @@ def start(kind: Kind, type: str, config: Any, hold: bool) -> Any:
             _check(kind, type, device, hold)
             _connect(kind, type, device)
             return device
-        except ConnectionLost:
+        except ConnectionLost as error:
             close(device)
-            if not tries_left:
+            if not tries_left or isinstance(error, _SilentError):
                 raise
         except BaseException:
             close(device)
@@ -202,11 +206,14 @@ def _check(kind: Kind, type: str, device: Any, hold: bool) -> None:
 
 
 def _check_bus(kind: Kind, type: str, device: Any, owner: Any, bus: SerialMotorsBus, hold: bool) -> None:
-    silent = [name for name in bus.motors if not _answers(bus, name)]
+    silent: list[str] = []
+    for name in bus.motors:
+        if not _answers(bus, name, 1 if silent else TRIES):
+            silent.append(name)
     if silent:
         listed = ", ".join(f"'{name}' (id {bus.motors[name].id})" for name in silent)
         which = "none of the motors answers" if len(silent) == len(bus.motors) else f"no answer from {listed}"
-        raise ConnectionLost(f"{kind} on {bus.port}: {which}; check power and cables")
+        raise _SilentError(f"{kind} on {bus.port}: {which}; check power and cables")
     command = f"lerobot-calibrate --{kind}.type={type} --{kind}.port={bus.port} --{kind}.id={device.id}"
     if not owner.calibration:
         raise UserError(
@@ -238,8 +245,8 @@ def drain(bus: MotorsBusBase) -> None:
         bus.port_handler.ser.reset_input_buffer()
 
 
-def _answers(bus: SerialMotorsBus, name: str) -> bool:
-    for _ in range(3):
+def _answers(bus: SerialMotorsBus, name: str, tries: int) -> bool:
+    for _ in range(tries):
         drain(bus)
         with contextlib.suppress(IndexError):
             if bus.ping(name) is not None:

@@ -65,8 +65,8 @@ def _user(path: str) -> str | None:
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            for fd in os.scandir(process / "fd"):
+        with contextlib.suppress(OSError), os.scandir(process / "fd") as fds:  # it has ended, or is another user's
+            for fd in fds:
                 with contextlib.suppress(OSError):
                     if os.readlink(fd.path) == real and os.stat(fd.path).st_rdev == device:
                         command = (process / "cmdline").read_bytes().split(b"\0")

@@ -17,8 +17,8 @@ from rlsvc.robots import feetech
 from rlsvc.robots.api import ConnectionLost, Torque
 from rlsvc.robots.feetech import Packet, take_packets
 
-ROUNDS = 4
-"""Times that everything is said."""
+TIMEOUT = 0.5
+"""s, over which everything is said again to motors that have not confirmed."""
 WAIT = 0.03
 """For the answers of all motors, s; at 1 Mbit/s they take 1 ms, a USB adapter holds them for up to 16."""
 
@@ -51,7 +51,8 @@ def _stop(port: serial.Serial, ids: tuple[int, ...], torque: Torque) -> list[int
     """Returns the ids of the motors that did not confirm."""
     left = list(ids)
     on = torque == "hold"
-    for _ in range(ROUNDS):
+    until = time.monotonic() + TIMEOUT
+    while True:
         obeying = left
         if on:
             positions = _read(port, left, feetech.PRESENT_POSITION)
@@ -60,9 +61,8 @@ def _stop(port: serial.Serial, ids: tuple[int, ...], torque: Torque) -> list[int
         _write(port, feetech.TORQUE_ENABLE, dict.fromkeys(obeying, bytes([on])))
         switched = _read(port, left, feetech.TORQUE_ENABLE)
         left = [id for id in left if id not in obeying or switched.get(id) != bytes([on])]
-        if not left:
-            break
-    return left
+        if not left or time.monotonic() > until:
+            return left
 
 
 def _write(port: serial.Serial, register: tuple[int, int], values: Mapping[int, bytes]) -> None:

@@ -97,6 +97,9 @@ class CameraProcess:
         self._process = context.Process(target=_draw, args=arguments, name="cameras", daemon=True)
 
     def __enter__(self) -> Self:
+        if not os.environ.get("DISPLAY"):
+            # MuJoCo reads it when the process imports it, and its own choice needs a display.
+            os.environ.setdefault("MUJOCO_GL", "egl")
         self._process.start()
         while not self._pipe.poll(0.1):
             if not self._process.is_alive():

@@ -34,6 +34,8 @@ COAST = 0.1
 """N m s/rad: drag of the gear of a motor that is switched off. An estimate."""
 HAND = (40.0, 2.0)
 """N m/rad and N m s/rad: how firmly a hand holds a joint."""
+HAND_SPEED = 4.0
+"""rad/s, at which it moves one."""
 
 
 class SO101Sim:
@@ -53,7 +55,7 @@ class SO101Sim:
         self._range = self.model.jnt_range[: len(JOINTS)].copy()
         self._middle = self._range.mean(axis=1)
         self._assembly = np.asarray(assembly, float)
-        self._hands: dict[int, float] = {}
+        self._hands: dict[int, tuple[float, float]] = {}  # by joint, where the hand is and where it goes
         self._random = np.random.default_rng(seed)
         self.servos = [Servo(id) for id in range(1, len(JOINTS) + 1)]
         self.reset()
@@ -107,7 +109,9 @@ class SO101Sim:
             if angle is None:
                 self._hands.pop(JOINTS.index(joint), None)
             else:
-                self._hands[JOINTS.index(joint)] = angle
+                at = JOINTS.index(joint)
+                held = self._hands.get(at, (float(self.data.qpos[at]), 0.0))
+                self._hands[at] = (held[0], float(angle))
 
     def step(self, seconds: float | None = None) -> None:
         """Advance by `seconds` of simulated time, or by one step."""
@@ -124,8 +128,10 @@ class SO101Sim:
             torque = -COAST * speed if duty is None else STALL_TORQUE * (duty - speed / NO_LOAD_SPEED)
             self.data.ctrl[at] = torque
         self.data.qfrc_applied[: len(JOINTS)] = 0
-        for at, angle in list(self._hands.items()):
-            pull = HAND[0] * (angle - self.data.qpos[at]) - HAND[1] * velocity[at]
+        for at, (hand, goal) in list(self._hands.items()):
+            moved = hand + max(-HAND_SPEED * self.dt, min(HAND_SPEED * self.dt, goal - hand))
+            self._hands[at] = (moved, goal)
+            pull = HAND[0] * (moved - self.data.qpos[at]) - HAND[1] * velocity[at]
             self.data.qfrc_applied[at] = np.clip(pull, -8, 8)
         mujoco.mj_step(self.model, self.data)
 

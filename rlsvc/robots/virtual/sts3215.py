@@ -105,7 +105,7 @@ class Servo:
             self._memory = bytearray(self._saved)
             self._settings = None
             self._pending: tuple[int, bytes] | None = None
-            self._setpoint = self._setpoint_velocity = self._overloaded_s = 0.0
+            self._setpoint, self._setpoint_velocity, self._overloaded_s = self.position, 0.0, 0.0
             self._overloaded = False
             self.set("Torque_Limit", self.get("Max_Torque_Limit"))
             self.set("Goal_Position", round(self.position))
