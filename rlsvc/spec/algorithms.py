@@ -11,6 +11,7 @@ from typing import Any
 
 from rlsvc.spec.base import Spec
 from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.sac import SACSpec
 from rlsvc.spec.tdmpc2 import TDMPC2Spec
 from rlsvc.spec.value_function import ValueFunctionSpec
 
@@ -47,6 +48,7 @@ def _tdmpc2_extras(algo: TDMPC2Spec) -> tuple[str, ...]:
 
 ALGORITHMS: dict[str, Entry] = {
     "imitation": Entry(ImitationSpec, "rlsvc.algos.imitation:Imitation", ("diffusion", "pi0", "pi0_fast")),
+    "sac": Entry(SACSpec, "rlsvc.algos.sac:SAC", ("gaussian",), sequence_length=lambda policy: policy.horizon),
     "tdmpc2": Entry(
         TDMPC2Spec,
         "rlsvc.algos.tdmpc2:TDMPC2",

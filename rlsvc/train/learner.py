@@ -21,6 +21,7 @@ from rlsvc.algos.api import Algorithm, Phase
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import Chunk, EpisodeTable
+from rlsvc.data.interventions import INTERVENTION, PeoplesView
 from rlsvc.data.journal import Journal
 from rlsvc.data.mixture import load_demonstrations, table_contract
 from rlsvc.data.normalize import Normalizer
@@ -284,8 +285,11 @@ class SequenceData:
         self.cursor = 0
 
     def source(self, buffer: dict[str, float]) -> Any:
-        """What updates draw from: a replay, or a mix of both."""
-        views = {name: self._global(self._replays[name].view()) for name in buffer}
+        """What updates draw from: a replay, or a mix of both. What people did in rollouts is demonstrated, too."""
+        views: dict[str, Any] = {name: self._global(self._replays[name].view()) for name in buffer}
+        rollouts = self._replays.get("replay")
+        if "demonstrations" in views and rollouts is not None and INTERVENTION in rollouts.schema:
+            views["demonstrations"] = PeoplesView(views["demonstrations"], self._global(rollouts.view()))
         return next(iter(views.values())) if len(views) == 1 else mix(views, buffer)
 
     def absorb(self, order: Order) -> None:
