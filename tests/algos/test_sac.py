@@ -1,3 +1,4 @@
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,6 +134,7 @@ def test_a_subset_has_different_critics_and_every_one_as_often():
 # Updates
 
 
+@pytest.mark.slow
 def test_k_updates_in_one_call_equal_k_calls_of_one(made):
     many, ones = run(made, [2, 2], source())[0], run(made, [1] * 4, source())[0]
     assert int(many.step) == 4
@@ -157,8 +159,8 @@ def test_actor_and_temperature_learn_in_every_second_update_and_the_critics_in_a
     for _ in range(3):
         state, _ = made.update("update", jax.tree.map(jnp.asarray, states[-1]), source(), KEY, 1)
         states.append(host(state))
-    actors = [largest_change(a.params["actor"], b.params["actor"]) for a, b in zip(states, states[1:], strict=False)]
-    critics = [largest_change(a.critics, b.critics) for a, b in zip(states, states[1:], strict=False)]
+    actors = [largest_change(a.params["actor"], b.params["actor"]) for a, b in itertools.pairwise(states)]
+    critics = [largest_change(a.critics, b.critics) for a, b in itertools.pairwise(states)]
     assert [change > 0 for change in actors] == [False, True, False]
     assert [float(s.log_alpha) != 0.0 for s in states] == [False, False, True, True]
     assert min(critics) > 0
@@ -180,49 +182,55 @@ def test_what_is_no_transition_changes_nothing():
     clean, beyond = source(mask=mask).rows, ~mask
     changed = {**clean, "reward": jnp.where(beyond, 50.0, clean["reward"])}
     changed["observation"] = {k: jnp.where(beyond[:, :, None], 9.0, x) for k, x in clean["observation"].items()}
-    one, other = (made.update_once(initial(made), rows, KEY)[0] for rows in (clean, changed))
+    update, state = jax.jit(made.update_once), initial(made)
+    one, other = (update(state, rows, KEY)[0] for rows in (clean, changed))
     assert_same(one.critics, other.critics)
     assert_same(one.params, other.params)
 
 
 def test_only_the_critics_move_the_encoder():
-    features = {"observation.image": Feature((64, 64, 3), "uint8")}
+    features = {"observation.image": Feature((40, 40, 3), "uint8")}
     made = algorithm(features, {"shift": 2}, batch_size=2)
     data = source(features, n=4)
-    before = host(initial(made))
-    after, metrics = made.update_once(jax.tree.map(jnp.asarray, before), data.rows, KEY)
-    assert largest_change(before.params["encoder"], host(after.params["encoder"])) > 0
+    before = initial(made)
+
+    @jax.jit
+    def both(state, rows):
+        state, metrics = made.update_once(state, rows, KEY)
+        # The actor's own step, which leaves the encoder as it is.
+        return state, made._improve(state, made._prepare(rows), KEY), metrics
+
+    after, improved, metrics = both(before, data.rows)
+    assert largest_change(host(before.params["encoder"]), host(after.params["encoder"])) > 0
     assert all(np.isfinite(float(value)) for value in metrics.values())
-    # The actor's own step leaves the encoder as it is.
-    improved = made._improve(after, made._prepare(data.rows), KEY)
     assert largest_change(host(after.params["encoder"]), host(improved.params["encoder"])) == 0
     assert largest_change(host(after.params["actor"]), host(improved.params["actor"])) > 0
 
 
+@pytest.mark.slow
 def test_values_of_a_known_problem_are_found():
-    """One step, then the episode is over: a critic is to say the reward of the action, and the actor to find the best."""
+    """One step, then it is over: a critic is to say the reward of the action, and the actor to find the best one."""
     rng = np.random.default_rng(1)
     action = rng.uniform(-1, 1, (256, 1, 2)).astype(np.float32)
     reward = -((action - np.array([0.5, -0.3])) ** 2).sum(-1).astype(np.float32)
     data = source(n=256, action=action, reward=reward, terminated=np.ones((256, 1), bool))
     made = algorithm(
-        policy={"hidden_dims": [32]}, critic_dims=[32], batch_size=64, learning_rate=3e-3, target_entropy=-6.0
+        policy={"hidden_dims": [16]}, critic_dims=[32], batch_size=64, learning_rate=1e-2, target_entropy=-6.0
     )
-    state, metrics = run(made, [100] * 6, data)
-    assert float(metrics["critic_loss"]) < 0.02
+    state, metrics = run(made, [100] * 3, data)
+    assert float(metrics["critic_loss"]) < 0.05
     z = jnp.asarray(data.rows["observation"]["observation.state"][:, 0])
     mean, _ = made.policy.actor(state.params["actor"])(z)
-    np.testing.assert_allclose(np.tanh(np.asarray(mean)).mean(0), [0.5, -0.3], atol=0.1)
+    np.testing.assert_allclose(np.tanh(np.asarray(mean)).mean(0), [0.5, -0.3], atol=0.15)
 
 
 def test_without_the_entropy_in_the_backup_the_temperature_does_not_reach_the_targets():
     rows = source().rows
     for backup, same in ((True, False), (False, True)):
         made = algorithm(entropy_backup=backup)
-        state, steps = initial(made), made._prepare(rows)
-        cold = made._target(state, steps, KEY)[0]
-        hot = made._target(replace(state, log_alpha=jnp.log(3.0)), steps, KEY)[0]
-        assert np.allclose(cold, hot) is same
+        target = jax.jit(lambda state, made=made: made._target(state, made._prepare(rows), KEY)[0])
+        state = initial(made)
+        assert np.allclose(target(state), target(replace(state, log_alpha=jnp.log(3.0)))) is same
 
 
 def test_the_wanted_entropy_is_half_a_nat_below_zero_for_each_action_dimension():
@@ -239,10 +247,10 @@ def test_validation_repeats_itself(made):
 
 
 def test_what_does_not_fit_is_refused_by_name(made):
-    with pytest.raises(NotFoundError, match="unknown hook of sac 'updat'. Did you mean 'update'"):
+    with pytest.raises(NotFoundError, match=r"unknown hook of sac 'updat'\. Did you mean 'update'"):
         made.update("updat", initial(made), source(), KEY, 1)
     rows = {name: x for name, x in source().rows.items() if name != "reward"}
     with pytest.raises(DatasetError, match="batch: no 'reward'"):
-        made.update_once(initial(made), rows, KEY)
+        made._prepare(rows)
     with pytest.raises(ValidationError, match="num_target_critics: got 4, at most num_critics = 3"):
         SACSpec(num_critics=3, num_target_critics=4)

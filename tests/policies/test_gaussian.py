@@ -13,7 +13,7 @@ from rlsvc.policies.gaussian import GaussianPolicy, squashed
 from rlsvc.spec.sac import GaussianPolicySpec
 
 STATE = {"observation.state": Feature((3,), "float32")}
-IMAGE = {"observation.image": Feature((64, 64, 3), "uint8")}
+IMAGE = {"observation.image": Feature((40, 40, 3), "uint8")}
 EXPLORE, ACT = ActOptions(explore=True), ActOptions()
 
 
@@ -56,10 +56,10 @@ def test_exploring_draws_around_what_acting_gives():
 
 
 def test_the_log_density_is_that_of_a_squashed_gaussian():
-    # u = 0.3 + 0.5 * 1 = 0.8: log N = -0.5 - log 0.5 - 0.918939; log(1 - tanh(0.8)^2) = -0.582018.
+    # u = 0.3 + 0.5 * 1 = 0.8: log N = -0.5 - log 0.5 - 0.918939; log(1 - tanh(0.8)^2) = -0.581507.
     action, log_prob = squashed(jnp.array([[0.3]]), jnp.log(jnp.array([[0.5]])), jnp.array([[1.0]]))
     assert float(action[0, 0]) == pytest.approx(0.664037, abs=1e-6)
-    assert float(log_prob[0]) == pytest.approx(-0.5 + 0.693147 - 0.918939 + 0.582018, abs=1e-5)
+    assert float(log_prob[0]) == pytest.approx(-0.5 + 0.693147 - 0.918939 + 0.581507, abs=1e-5)
 
 
 def test_the_log_density_stays_finite_and_true_far_out_where_tanh_is_one():
@@ -78,13 +78,12 @@ def test_densities_over_the_range_of_actions_sum_to_one():
 
 
 def test_images_are_encoded_beside_vectors_and_shifted_in_training_alone():
-    policy, params = make({**STATE, **IMAGE}, shift=4)
+    policy, params = make({**STATE, **IMAGE}, shift=4, channels=8)
     assert policy.width == 3 + 4
     encoder = policy.encoder(params["encoder"])
-    image = jax.random.uniform(jax.random.key(1), (2, 64, 64, 3), minval=-1, maxval=1)
+    image = jax.random.uniform(jax.random.key(1), (2, 40, 40, 3), minval=-1, maxval=1)
     rows = {"observation.state": jnp.ones((2, 3)), "observation.image": image}
-    plain, again, shifted = encoder(rows), encoder(rows), encoder(rows, jax.random.key(2))
-    np.testing.assert_array_equal(plain, again)
+    plain, shifted = jax.jit(encoder)(rows), jax.jit(encoder)(rows, jax.random.key(2))
     np.testing.assert_array_equal(plain[:, :3], 1.0)
     np.testing.assert_array_equal(shifted[:, :3], 1.0)
     assert not np.allclose(plain[:, 3:], shifted[:, 3:], atol=1e-4)

@@ -37,6 +37,14 @@ def demonstrations(placement: str) -> Replay:
     return replay
 
 
+def sample(view, seed: int, rows: int, length: int = 1) -> dict:
+    """On the device as updates do it, in one compiled program."""
+    key = jax.random.key(seed)
+    if view.on_host:
+        return view.sample(key, rows, length)
+    return jax.tree.map(np.asarray, jax.jit(lambda v, k: v.sample(k, rows, length))(view, key))
+
+
 def states(batch: dict) -> np.ndarray:
     return np.asarray(batch["observation"]["observation.state"])[..., 0, 0]
 
@@ -46,7 +54,7 @@ def test_every_demonstrated_and_every_intervened_transition_is_drawn_equally_oft
     # 104 and 204 would be final observations, which begin no transition, whoever acted.
     view = PeoplesView(demonstrations(placement).view(), filled(placement, {101, 102, 203, 104}).view())
     assert int(view.num_transitions) == 6 + 3
-    drawn = Counter(states(view.sample(jax.random.key(0), 9000, 1)).tolist())
+    drawn = Counter(states(sample(view, 0, 9000)).tolist())
     assert set(drawn) == {500, 501, 502, 503, 504, 505, 101, 102, 203}
     np.testing.assert_allclose([n / 9000 for n in drawn.values()], 1 / 9, atol=0.02)
 
@@ -54,7 +62,7 @@ def test_every_demonstrated_and_every_intervened_transition_is_drawn_equally_oft
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_a_row_has_action_reward_and_end_of_the_buffer_that_it_is_from(placement):
     view = PeoplesView(demonstrations(placement).view(), filled(placement, {203}).view())
-    batch = jax.tree.map(np.asarray, view.sample_many(jax.random.key(1), 2, 200, 2))
+    batch = sample(view, 1, 400, 2)
     state = states(batch)
     np.testing.assert_array_equal(batch["action"][..., 0, 0], state + 0.25)
     np.testing.assert_array_equal(batch["reward"][..., 0], state + 0.5)
@@ -67,7 +75,7 @@ def test_a_row_has_action_reward_and_end_of_the_buffer_that_it_is_from(placement
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_without_interventions_it_is_the_demonstrations_alone(placement):
     view = PeoplesView(demonstrations(placement).view(), filled(placement, set()).view())
-    assert set(states(view.sample(jax.random.key(2), 500, 1)).tolist()) == {500, 501, 502, 503, 504, 505}
+    assert set(states(sample(view, 2, 500)).tolist()) == {500, 501, 502, 503, 504, 505}
 
 
 @pytest.mark.parametrize("placement", ["host", "device"])
@@ -77,14 +85,16 @@ def test_half_of_a_batch_is_of_people_and_interventions_stay_in_the_replay_too(p
         {"replay": rollouts, "demonstrations": PeoplesView(demonstrations(placement).view(), rollouts)},
         {"replay": 0.5, "demonstrations": 0.5},
     )
-    batch = both.sample(jax.random.key(3), 2000, 1)
+    batch = sample(both, 3, 2000)
     state, buffer = states(batch), np.asarray(batch["buffer"])
     assert (buffer == 0).sum() == (buffer == 1).sum() == 1000
     assert set(state[buffer == 0].tolist()) == {100, 101, 102, 103, 200, 201, 202, 203}
     assert set(state[buffer == 1].tolist()) == {500, 501, 502, 503, 504, 505, 102}
 
 
-def test_it_can_be_drawn_from_inside_a_compiled_update():
-    view = PeoplesView(demonstrations("device").view(), filled("device", {102}).view())
-    drawn = jax.jit(lambda v, k: v.sample(k, 300, 1))(view, jax.random.key(4))
-    np.testing.assert_array_equal(states(drawn), states(view.sample(jax.random.key(4), 300, 1)))
+def test_several_batches_are_drawn_at_once_on_the_host():
+    view = PeoplesView(demonstrations("host").view(), filled("host", {102}).view())
+    batches = view.sample_many(jax.random.key(4), 3, 100, 2)
+    assert batches["action"].shape == (3, 100, 2, 1)
+    np.testing.assert_array_equal(batches["action"][..., 0, 0], states(batches) + 0.25)
+    assert 102 in states(batches)
