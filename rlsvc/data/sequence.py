@@ -170,11 +170,11 @@ class Mix:
     """Several replays that every batch takes a fixed number of rows from; made by `mix`.
 
     Attributes:
-        views: by buffer name.
+        views: by buffer name; of ReplayView or what draws and gathers like it.
         ratios: (name, share) of each, in the order in which rows follow one another in a batch.
     """
 
-    views: dict[str, ReplayView]
+    views: dict[str, Any]
     ratios: tuple[tuple[str, float], ...]
 
     @property
@@ -218,7 +218,7 @@ class Mix:
         return jax.tree.map(lambda *leaves: xp.concatenate(leaves, len(shape) - 1), *parts)
 
 
-def mix(views: Mapping[str, ReplayView], ratios: Mapping[str, float]) -> Mix:
+def mix(views: Mapping[str, Any], ratios: Mapping[str, float]) -> Mix:
     """Batches with a fixed share of rows from each buffer (online, demonstrations, interventions).
 
     Args:
@@ -253,7 +253,7 @@ def mix(views: Mapping[str, ReplayView], ratios: Mapping[str, float]) -> Mix:
     return Mix(dict(views), tuple((name, ratio / total) for name, ratio in ratios.items()))
 
 
-def _features(view: ReplayView) -> dict[str, str]:
+def _features(view: Any) -> dict[str, str]:
     columns = {name: view.columns[name] for name in (*view.observation, "action")}
     return {name: f"{column.dtype}{list(column.shape[2:])}" for name, column in columns.items()}
 

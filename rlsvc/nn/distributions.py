@@ -131,6 +131,14 @@ def gaussian_log_prob(eps: Float[Array, "*n a"], log_std: Float[Array, "*n a"]) 
     return (-0.5 * eps**2 - log_std - LOG_SQRT_2PI).sum(-1)
 
 
+def tanh_log_det_before(u: Float[Array, "*n a"]) -> Float[Array, "*n"]:
+    """The same as `tanh_log_det` given u, which tells it however far out u lies (arXiv:1812.05905, app. C).
+
+    log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2 u)).
+    """
+    return 2 * (math.log(2) - u - jax.nn.softplus(-2 * u)).sum(-1)
+
+
 def tanh_log_det(action: Float[Array, "*n a"]) -> Float[Array, "*n"]:
     """Log of |d tanh(x) / dx|, summed over the action dimensions, given action = tanh(x) in [-1, 1]."""
     return jnp.log(jax.nn.relu(1 - action**2) + 1e-6).sum(-1)

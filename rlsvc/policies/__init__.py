@@ -10,6 +10,7 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import ContractError, unknown_name
 from rlsvc.policies.api import PRECISIONS, ActOptions, Policy, SupervisedPolicy, ValueFunction
 from rlsvc.policies.diffusion import DiffusionPolicy
+from rlsvc.policies.gaussian import GaussianPolicy
 from rlsvc.policies.pi0 import Pi0Policy
 from rlsvc.policies.pi0_fast import Pi0FastPolicy
 from rlsvc.policies.prompt import Pi0Prompter, TextPrompter
@@ -20,6 +21,7 @@ from rlsvc.policies.value_vlm import ValueVlm
 from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
+from rlsvc.spec.sac import GaussianPolicySpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.value_function import ValueMlpSpec, ValueVlmSpec
 
@@ -37,6 +39,7 @@ __all__ = [
 
 POLICIES = {
     "diffusion": (DiffusionSpec, DiffusionPolicy),
+    "gaussian": (GaussianPolicySpec, GaussianPolicy),
     "pi0": (Pi0Spec, Pi0Policy),
     "pi0_fast": (Pi0FastSpec, Pi0FastPolicy),
     "tdmpc2": (TDMPC2PolicySpec, TDMPC2Policy),

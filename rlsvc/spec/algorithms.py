@@ -12,6 +12,7 @@ from typing import Any
 from rlsvc.spec.base import Spec
 from rlsvc.spec.hiors import HiORSSpec
 from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.sac import SACSpec
 from rlsvc.spec.tdmpc2 import TDMPC2Spec
 from rlsvc.spec.value_function import ValueFunctionSpec
 
@@ -54,6 +55,7 @@ ALGORITHMS: dict[str, Entry] = {
     "hiors": Entry(
         HiORSSpec, "rlsvc.algos.hiors:HiORS", ("diffusion", "pi0"), episodes="rlsvc.algos.hiors:learned_rows"
     ),
+    "sac": Entry(SACSpec, "rlsvc.algos.sac:SAC", ("gaussian",), sequence_length=lambda policy: policy.horizon),
     "tdmpc2": Entry(
         TDMPC2Spec,
         "rlsvc.algos.tdmpc2:TDMPC2",

@@ -11,7 +11,8 @@ from rlsvc.spec.base import Spec
 COLLECT, EVALUATE = "collect", "evaluate"
 """Hooks of the orchestrator; every other hook is the algorithm's."""
 BUFFERS = ("replay", "demonstrations")
-"""replay: what the rollout workers send; demonstrations: the datasets of `data`."""
+"""replay: what the rollout workers send; demonstrations: the datasets of `data`, and what people did in rollouts of a
+robot (the replay's rows whose `intervention` is set, which stay in the replay as well)."""
 
 
 class PhaseSpec(Spec):

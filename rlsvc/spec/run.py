@@ -19,12 +19,13 @@ from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.replay import ReplaySpec
 from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.rollout import RolloutSpec
+from rlsvc.spec.sac import GaussianPolicySpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.tracking import TrackingSpec
 from rlsvc.spec.value_function import ValueMlpSpec, ValueVlmSpec
 
 PolicySpec = Annotated[
-    DiffusionSpec | Pi0Spec | Pi0FastSpec | TDMPC2PolicySpec | ValueMlpSpec | ValueVlmSpec,
+    DiffusionSpec | GaussianPolicySpec | Pi0Spec | Pi0FastSpec | TDMPC2PolicySpec | ValueMlpSpec | ValueVlmSpec,
     Field(discriminator="name"),
 ]
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ import numpy as np
 
 from rlsvc.core.contract import TEXT, Contract
 from rlsvc.core.errors import UserError
-from rlsvc.core.types import Chunk, EpisodeTable
+from rlsvc.core.types import INTERVENTION, Chunk, EpisodeTable
 from rlsvc.data.episodes import EpisodeAssembler, GrowingWindows
+from rlsvc.data.interventions import PeoplesView
 from rlsvc.data.journal import Journal
 from rlsvc.data.mixture import load_demonstrations, table_contract
 from rlsvc.data.normalize import Normalizer
@@ -244,8 +245,11 @@ class SequenceData(FromJournal):
             )
 
     def source(self, buffer: dict[str, float]) -> Any:
-        """What updates draw from: a replay, or a mix of both."""
-        views = {name: self._global(self._replays[name].view()) for name in buffer}
+        """What updates draw from: a replay, or a mix of both. What people did in rollouts is demonstrated, too."""
+        views: dict[str, Any] = {name: self._global(self._replays[name].view()) for name in buffer}
+        rollouts = self._replays.get("replay")
+        if "demonstrations" in views and rollouts is not None and INTERVENTION in rollouts.schema:
+            views["demonstrations"] = PeoplesView(views["demonstrations"], self._global(rollouts.view()))
         return next(iter(views.values())) if len(views) == 1 else mix(views, buffer)
 
     def restore(self, cursor: int, folder: Path) -> None:

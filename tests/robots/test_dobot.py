@@ -402,3 +402,15 @@ def test_a_real_arms_recorded_actions_are_replayed(root: Path):
     assert np.abs(joints - state).max() < FOLLOWS_RAD + 0.018
     np.testing.assert_array_equal(gripper, action[:, 6])
     assert set(gripper) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(("latency_s", "answers"), [(0.05, True), (0.8, False)])
+def test_a_slow_controller_is_waited_for_until_the_deadline(robot: VirtualCR5, latency_s: float, answers: bool):
+    robot.latency_s = latency_s
+    driver = DobotDriver(spec(robot))
+    if answers:
+        driver.connect()
+        driver.close()
+    else:
+        with pytest.raises(ConnectionLost, match=r"no answer to RobotMode\(\) within 0.5 s"):
+            driver.connect()
