@@ -28,7 +28,7 @@ from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Batch, Windows, batches_from_host
 from rlsvc.nn.params import leaf_names
 from rlsvc.policies.api import AdaptedPolicy, Params, SupervisedPolicy, ValueFunction, normalize_observation
-from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.imitation import SupervisedSpec
 from rlsvc.spec.value_function import ValueFunctionSpec
 
 
@@ -81,7 +81,7 @@ class Imitation:
         self,
         policy: SupervisedPolicy | ValueFunction,
         normalizer: Normalizer,
-        spec: ImitationSpec | ValueFunctionSpec,
+        spec: SupervisedSpec | ValueFunctionSpec,
         *,
         total_steps: int,
         batch_sharding: NamedSharding | None = None,
