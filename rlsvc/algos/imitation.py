@@ -27,8 +27,8 @@ from rlsvc.core.errors import SpecError, unknown_name
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Batch, Windows, batches_from_host
 from rlsvc.nn.params import leaf_names
-from rlsvc.policies.api import AdaptedPolicy, Params, SupervisedPolicy, ValueFunction, normalize_observation
-from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.policies.api import AdaptedPolicy, Judge, Params, SupervisedPolicy, normalize_observation
+from rlsvc.spec.imitation import SupervisedSpec
 from rlsvc.spec.value_function import ValueFunctionSpec
 
 
@@ -79,9 +79,9 @@ class Imitation:
 
     def __init__(
         self,
-        policy: SupervisedPolicy | ValueFunction,
+        policy: SupervisedPolicy | Judge,
         normalizer: Normalizer,
-        spec: ImitationSpec | ValueFunctionSpec,
+        spec: SupervisedSpec | ValueFunctionSpec,
         *,
         total_steps: int,
         batch_sharding: NamedSharding | None = None,

@@ -14,6 +14,7 @@ import numpy as np
 from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import BundleError, ContractError, DatasetError
 from rlsvc.core.types import EpisodeTable
+from rlsvc.data.labels import LABEL, Labels
 from rlsvc.data.monte_carlo import monte_carlo_returns, outcome_columns, read_outcomes
 from rlsvc.data.norm_stats import read_norm_stats, to_normalizer
 from rlsvc.data.normalize import FIELDS, RETURN, Normalizer, Stats, compute_stats
@@ -125,6 +126,11 @@ class Conditioning:
     tell: Callable[[Sequence[EpisodeTable]], list[np.ndarray]]
 
 
+KNOWN_LABELS = Selection(
+    (),
+    lambda tables: [table.columns[LABEL] >= 0 for table in tables],
+    "none has a label; see algo.label, and which episodes succeeded",
+)
 KNOWN = "return_known"
 KNOWN_RETURNS = Selection(
     (),
@@ -141,6 +147,7 @@ def load_demonstrations(
     horizon: int,
     action_horizon: int,
     returns: ReturnsSpec | None = None,
+    labels: Labels | None = None,
     selection: Selection | None = None,
     conditioning: Conditioning | None = None,
     prepare: Prepare | None = None,
@@ -155,6 +162,7 @@ def load_demonstrations(
         action_horizon: how many of the H actions are executed.
         returns: gives batches a `return` [B] float32 and the normaliser its statistics; steps whose return is not known
             are left out.
+        labels: gives batches a `label` [B] int32; steps without one are left out, in validation too.
         selection: of training steps; validation keeps all of its own, so that its loss compares between selections.
         conditioning: gives `prepare` what the prompts are to tell, of training and validation steps alike.
         prepare: what the policy needs done with texts and actions; None for a policy that reads no text.
@@ -174,7 +182,11 @@ def load_demonstrations(
     tables = []
     for dataset in spec.datasets:
         outcomes = outcome_columns(spec, dataset) if judged else ()
-        tables.append(_encoded(load_features(dataset, (*keys, *outcomes, *besides)), spec, transforms))
+        named = () if labels is None else labels.columns(dataset)
+        table = _encoded(load_features(dataset, (*keys, *outcomes, *besides, *named)), spec, transforms)
+        if labels is not None:
+            table.columns[LABEL] = labels.of(table, dataset)
+        tables.append(table)
     features = _common_features(tables, keys)
     observation = {key: features[key] for key in spec.observation}
     contract = Contract(observation, features[spec.action], tables[0].fps, n_obs_steps, action_horizon)
@@ -238,13 +250,16 @@ def load_demonstrations(
     if prepare is not None:
         prepare.fit(chunks(train, group_of), normalizer)
 
+    targets = (*((RETURN,) if returns else ()), *((LABEL,) if labels else ()))
+    always = KNOWN_RETURNS if returns else KNOWN_LABELS if labels else None
+
     def prepared(table: EpisodeTable, group: int, told: np.ndarray | None) -> EpisodeTable:
         observation = {key: table.columns[key] for key in spec.observation}
         if told is not None:
             observation[ADVANTAGE] = told
         if prepare is not None:
             observation = prepare(observation, normalizer, group, chunks([table], [group]))
-        besides = {key: table.columns[key] for key in (spec.action, *((RETURN,) if returns else ()))}
+        besides = {key: table.columns[key] for key in (spec.action, *targets)}
         return replace(table, columns={**observation, **besides})
 
     def windows(raw: list[EpisodeTable], selection: Selection | None) -> Windows:
@@ -254,16 +269,16 @@ def load_demonstrations(
             parts,
             weights=[dataset.weight for dataset in spec.datasets],
             groups=group_of,
-            observation=tuple(key for key in parts[0].columns if key not in (spec.action, RETURN)),
+            observation=tuple(key for key in parts[0].columns if key not in (spec.action, *targets)),
             action=spec.action,
             n_obs_steps=n_obs_steps,
             horizon=horizon,
-            extra=() if returns is None else (RETURN,),
+            extra=targets,
             delta=delta,
         )
         return built if selection is None else built.select(_chosen(raw, selection))
 
-    learned = windows(train, KNOWN_RETURNS if returns else selection)
+    learned = windows(train, always or selection)
     if returns is not None:
         named[RETURN] = Feature((), "float32")
         for i, group in enumerate(groups):
@@ -272,7 +287,7 @@ def load_demonstrations(
     held_back = [table.select(list(split.validation)) for table, split in zip(tables, splits, strict=True)]
     return Demonstrations(
         train=learned,
-        validation=windows(held_back, KNOWN_RETURNS if returns else None) if spec.validation_fraction else None,
+        validation=windows(held_back, always) if spec.validation_fraction else None,
         normalizer=normalizer,
         contract=contract,
         splits={dataset.path: split for dataset, split in zip(spec.datasets, splits, strict=True)},

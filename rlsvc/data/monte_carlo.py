@@ -66,15 +66,15 @@ def read_outcomes(table: EpisodeTable, data: DataSpec, success_bonus: float, suc
             f"{table.source}: every return would be 0; name the reward's column (data.reward), or say which episodes "
             "succeeded (data.success, or `success` of the dataset) and give them a success_bonus (policy.returns)"
         )
-    reward = np.zeros(table.num_steps) if data.reward is None else _numbers(table, data.reward).astype(np.float64)
+    reward = np.zeros(table.num_steps) if data.reward is None else numbers(table, data.reward).astype(np.float64)
     succeeded = np.zeros(table.num_episodes, bool)
     if success is not None:
         succeeded[:] = success
     elif data.success is not None:
-        succeeded = _numbers(table, data.success)[last] != 0
+        succeeded = numbers(table, data.success)[last] != 0
     reward[last] += np.where(succeeded, success_bonus, 0.0)
     if data.terminated is not None:
-        truncated = _numbers(table, data.terminated)[last] == 0
+        truncated = numbers(table, data.terminated)[last] == 0
     else:
         truncated = np.full(table.num_episodes, not known)
     return Outcomes(reward, table.episode_ends, truncated)
@@ -159,7 +159,7 @@ def is_positive(
     return known & (advantage >= bound)
 
 
-def _numbers(table: EpisodeTable, name: str) -> np.ndarray:
+def numbers(table: EpisodeTable, name: str) -> np.ndarray:
     """A column as one number a step, [N]."""
     if name not in table.columns:
         guess = nearest(name, table.columns)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlsvc.core.errors import DatasetError, SpecError, UserError, nearest
-from rlsvc.core.types import COMMANDED, INTERVENTION, Chunk
+from rlsvc.core.types import COMMANDED, INTERVENTION, REWARD_SOURCE, Chunk
 from rlsvc.data.ring import Change, Ring
 from rlsvc.data.sequence import ReplayView
 from rlsvc.spec.replay import PrioritySpec, ReplaySpec
@@ -45,7 +45,7 @@ NARROW = {np.dtype("int64"): np.dtype("int32"), np.dtype("float64"): np.dtype("f
 """Dtypes that are kept in 32 bits, as JAX computes."""
 RESERVED = ("observation", "mask", "weight", "index", "buffer")
 """What a batch calls its own parts."""
-OPTIONAL = ("version", INTERVENTION, COMMANDED)
+OPTIONAL = ("version", INTERVENTION, COMMANDED, REWARD_SOURCE)
 """May be in a chunk without being in the schema."""
 
 

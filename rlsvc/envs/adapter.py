@@ -143,7 +143,8 @@ def step_columns(env: Any) -> Mapping[str, Feature]:
 
 def innermost(env: Any) -> Any:
     """The simulator within all wrappers."""
-    return (env.env if isinstance(env, Adapted) else env).unwrapped
+    inner = env.unwrapped
+    return inner.env.unwrapped if isinstance(inner, Adapted) else inner
 
 
 def contract_spaces(contract: Contract) -> tuple[spaces.Dict, spaces.Space]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import UserError
-from rlsvc.envs.adapter import innermost
+from rlsvc.envs.adapter import innermost, step_columns
 from rlsvc.spec.stand_in import StandInSpec
 
 
@@ -40,7 +40,8 @@ class StandIn(gymnasium.Wrapper):
                     "acts by; leave rollout.stand_in out, or take an environment with a script (docs/hiors.md)"
                 )
         action: Feature = env.contract().action
-        self.step_columns = {"action": action, "commanded": action, "intervention": Feature((), "bool")}
+        mine = {"action": action, "commanded": action, "intervention": Feature((), "bool")}
+        self.step_columns = {**step_columns(env), **mine}
 
     def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
         """That of the environment."""

@@ -78,6 +78,10 @@ class TwoGoals(gymnasium.Env):
         way = self.goals[self.goal] - self.point
         return np.clip(way / max(np.abs(way).max(), STEP) + noise * rng.normal(size=2), -1, 1).astype(np.float32)
 
+    def progress(self) -> float:
+        """Minus the distance from the disc that is meant."""
+        return -float(np.linalg.norm(self.goals[self.goal] - self.point))
+
     def render(self) -> np.ndarray:
         """[S, S, 3] uint8."""
         image = np.full((self.size, self.size, 3), BACKGROUND, np.uint8)

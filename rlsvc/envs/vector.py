@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -22,9 +22,7 @@ from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import ContractError, UserError
 from rlsvc.envs.adapter import Adapted, step_columns
 from rlsvc.envs.make import make_here
-from rlsvc.envs.stand_in import StandIn
 from rlsvc.spec.env import EnvBase, ManiSkillSpec
-from rlsvc.spec.stand_in import StandInSpec
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +104,8 @@ class Slots(Protocol):
 class LocalSlots:
     """Simulators in this process, one after the other. One that hangs hangs them all."""
 
-    def __init__(self, spec: EnvBase, num_envs: int, stand_in: StandInSpec | None = None) -> None:
-        self._spec, self._stand_in = spec, stand_in
+    def __init__(self, spec: EnvBase, num_envs: int, wrap: Callable[[Any], Any] | None = None) -> None:
+        self._spec, self._wrap = spec, wrap
         self._envs: list[Any] = [self._make() for _ in range(num_envs)]
         self.contract: Contract = self._envs[0].contract()
         self.metadata: dict[str, Any] = self._envs[0].metadata
@@ -116,7 +114,7 @@ class LocalSlots:
 
     def _make(self) -> Any:
         env = make_here(self._spec)
-        return env if self._stand_in is None else StandIn(env, self._stand_in)
+        return env if self._wrap is None else self._wrap(env)
 
     def _bind(self) -> None:
         """Look up once what every step needs; a single plain array needs no dictionary on its way."""
@@ -232,16 +230,16 @@ class VectorEnv:
         failures: why, by slot, the newest reason.
     """
 
-    def __init__(self, spec: EnvBase, num_envs: int, stand_in: StandInSpec | None = None) -> None:
+    def __init__(self, spec: EnvBase, num_envs: int, wrap: Callable[[Any], Any] | None = None) -> None:
         """Makes the simulators.
 
         Args:
             spec: of every one of them.
             num_envs: N.
-            stand_in: a script that takes over where a policy makes no progress; None leaves all to the policy.
+            wrap: what stands around each of them, in this process; None is nothing.
 
         Raises:
-            UserError: as `make_env`, or no script for the stand-in.
+            UserError: as `make_env`, or what `wrap` refuses.
         """
         if num_envs < 1:
             raise UserError(f"num_envs: got {num_envs}, expected 1 or more")
@@ -251,7 +249,7 @@ class VectorEnv:
 
             self._slots: Slots = ProcessSlots(spec, num_envs)
         else:
-            self._slots = LocalSlots(spec, num_envs, stand_in)
+            self._slots = LocalSlots(spec, num_envs, wrap)
         self.contract: Contract = self._slots.contract
         self.metadata = self._slots.metadata
         self.step_columns = dict(self._slots.step_columns)

@@ -15,23 +15,28 @@ from rlsvc.policies.pi0 import Pi0Policy
 from rlsvc.policies.pi0_fast import Pi0FastPolicy
 from rlsvc.policies.prompt import Pi0Prompter, TextPrompter
 from rlsvc.policies.prompt_fast import Pi0FastPrompter
+from rlsvc.policies.reward_classifier import RewardClassifier
 from rlsvc.policies.tdmpc2 import TDMPC2Policy
 from rlsvc.policies.value_mlp import ValueMlp
 from rlsvc.policies.value_vlm import ValueVlm
 from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
+from rlsvc.spec.reward_classifier import RewardClassifierSpec
 from rlsvc.spec.sac import GaussianPolicySpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.spec.value_function import ValueMlpSpec, ValueVlmSpec
 
 __all__ = [
+    "CLASSIFIERS",
     "POLICIES",
     "VALUE_FUNCTIONS",
     "ActOptions",
     "Policy",
     "SupervisedPolicy",
     "ValueFunction",
+    "make_classifier",
+    "make_judge",
     "make_policy",
     "make_prompter",
     "make_value_function",
@@ -45,6 +50,7 @@ POLICIES = {
     "tdmpc2": (TDMPC2PolicySpec, TDMPC2Policy),
 }
 VALUE_FUNCTIONS = {"value_mlp": (ValueMlpSpec, ValueMlp), "value_vlm": (ValueVlmSpec, ValueVlm)}
+CLASSIFIERS = {"reward_classifier": (RewardClassifierSpec, RewardClassifier)}
 PROMPTERS = {
     "pi0": (Pi0Spec, Pi0Prompter),
     "pi0_fast": (Pi0FastSpec, Pi0FastPrompter),
@@ -70,6 +76,11 @@ def make_policy(spec: Mapping[str, Any], contract: Contract, precision: str = "f
         raise ContractError(
             f"'{name}' is a value function, which does not act: it can be neither tried in an environment nor served. "
             "`rlsvc dataset values` shows what it makes of a dataset, and algo.advantage learns by it"
+        )
+    if name in CLASSIFIERS:
+        raise ContractError(
+            f"'{name}' says what is rewarded and does not act: it can be neither tried in an environment nor served. "
+            "rollout.reward has it reward rollouts"
         )
     if name not in POLICIES:
         raise unknown_name("policy", name, POLICIES)
@@ -105,3 +116,24 @@ def make_value_function(spec: Mapping[str, Any], contract: Contract, precision: 
         raise ContractError(f"'{name}' is not a value function; there are: {', '.join(VALUE_FUNCTIONS)}")
     spec_class, value_class = VALUE_FUNCTIONS[name]
     return value_class(spec_class.model_validate(dict(spec)), contract, PRECISIONS[precision])
+
+
+def make_classifier(spec: Mapping[str, Any], contract: Contract, precision: str = "fp32") -> RewardClassifier:
+    """The reward classifier that a bundle or a run describes; arguments as of `make_policy`.
+
+    Raises:
+        ContractError: not a reward classifier.
+    """
+    name = str(spec.get("name"))
+    if name not in CLASSIFIERS:
+        raise ContractError(f"'{name}' is not a reward classifier; there are: {', '.join(CLASSIFIERS)}")
+    spec_class, classifier = CLASSIFIERS[name]
+    return classifier(spec_class.model_validate(dict(spec)), contract, PRECISIONS[precision])
+
+
+def make_judge(
+    spec: Mapping[str, Any], contract: Contract, precision: str = "fp32"
+) -> ValueFunction | RewardClassifier:
+    """What a run trains that does not act; arguments as of `make_policy`. Raises as the makers of each."""
+    make = make_classifier if spec.get("name") in CLASSIFIERS else make_value_function
+    return make(spec, contract, precision)

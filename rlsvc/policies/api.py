@@ -123,6 +123,21 @@ class SupervisedPolicy(Policy, Protocol):
 
 
 @runtime_checkable
+class Judge(Protocol):
+    """What judges instead of acting: a value function, or a classifier."""
+
+    contract: Contract
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Fresh float32 weights."""
+        ...
+
+    def logits(self, params: Params, batch: Batch, key: Key[Array, ""] | None = None) -> Float[Array, "b k"]:
+        """For a normalised batch; `key`: of training alone."""
+        ...
+
+
+@runtime_checkable
 class ValueFunction(Protocol):
     """What judges instead of acting: V(s), or Q(s, a) where its contract has an action horizon above 0."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from rlsvc.spec.base import Spec
 from rlsvc.spec.hiors import HiORSSpec
 from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.reward_classifier import RewardLearningSpec
 from rlsvc.spec.sac import SACSpec
 from rlsvc.spec.tdmpc2 import TDMPC2Spec
 from rlsvc.spec.value_function import ValueFunctionSpec
@@ -62,6 +63,9 @@ ALGORITHMS: dict[str, Entry] = {
         ("tdmpc2",),
         sequence_length=lambda policy: policy.horizon,
         extras=_tdmpc2_extras,
+    ),
+    "reward_classifier": Entry(
+        RewardLearningSpec, "rlsvc.algos.reward_classifier:RewardLearning", ("reward_classifier",), acts=False
     ),
     "value_function": Entry(
         ValueFunctionSpec, "rlsvc.algos.value_function:ValueLearning", ("value_mlp", "value_vlm"), acts=False

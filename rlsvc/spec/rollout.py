@@ -10,6 +10,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
+from rlsvc.spec.reward_classifier import RewardSourceSpec
 from rlsvc.spec.stand_in import StandInSpec
 
 
@@ -46,6 +47,9 @@ class RolloutSpec(Spec):
     stand_in: StandInSpec | None = None
     """A scripted stand-in for the person who watches a robot, in simulators that have a script; null has nobody watch.
     Evaluations are always the policy's alone."""
+    reward: RewardSourceSpec | None = None
+    """A reward classifier that rewards rollouts and ends them as successes, on the worker's CPU; null takes the
+    environment's own rewards. Evaluations are scored by the environment."""
     timeout_s: float = Field(default=120.0, gt=0)
     """A worker that answers nothing for this long is killed and replaced."""
     start_timeout_s: float = Field(default=600.0, gt=0)

@@ -17,6 +17,7 @@ from rlsvc.spec.phases import COLLECT, EVALUATE, PhaseSpec
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.replay import ReplaySpec
+from rlsvc.spec.reward_classifier import RewardClassifierSpec
 from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.sac import GaussianPolicySpec
@@ -25,7 +26,14 @@ from rlsvc.spec.tracking import TrackingSpec
 from rlsvc.spec.value_function import ValueMlpSpec, ValueVlmSpec
 
 PolicySpec = Annotated[
-    DiffusionSpec | GaussianPolicySpec | Pi0Spec | Pi0FastSpec | TDMPC2PolicySpec | ValueMlpSpec | ValueVlmSpec,
+    DiffusionSpec
+    | GaussianPolicySpec
+    | Pi0Spec
+    | Pi0FastSpec
+    | TDMPC2PolicySpec
+    | ValueMlpSpec
+    | ValueVlmSpec
+    | RewardClassifierSpec,
     Field(discriminator="name"),
 ]
 if TYPE_CHECKING:
@@ -134,6 +142,11 @@ class RunSpec(Spec):
             raise ValueError(
                 f"policy.name: algo {self.algo.name} trains {' or '.join(entry.policies)}, got {self.policy.name}"
             )
+        if self.algo.name == "reward_classifier" and (self.data is None or not self.data.validation_fraction):
+            raise ValueError(
+                "data.validation_fraction: a reward classifier is calibrated on episodes that are held back; give it a "
+                "share above 0"
+            )
         if self.env is not None and not entry.acts:
             raise ValueError(
                 f"env: algo {self.algo.name} trains what does not act, so there is nothing to try in an environment; "
@@ -237,11 +250,12 @@ class RunSpec(Spec):
             raise ValueError(
                 f"phases: {self.algo.name} learns from demonstrations, so an online phase collects for nothing"
             )
-        if self.rollout.stand_in is not None and self.env is not None and self.env.own_process:
-            raise ValueError(
-                "rollout.stand_in: it acts in the simulator itself, which env.isolation: process or env.runtime puts "
-                "into a process of its own; take isolation: none"
-            )
+        for name in ("stand_in", "reward"):
+            if getattr(self.rollout, name) is not None and self.env is not None and self.env.own_process:
+                raise ValueError(
+                    f"rollout.{name}: it stands beside the simulator, which env.isolation: process or env.runtime puts "
+                    "into a process of its own; take isolation: none"
+                )
         if self.online and entry.sequence_length is not None:
             streams = self.rollout.workers * self.rollout.envs_per_worker
             self.replay.check(streams, entry.sequence_length(self.policy))

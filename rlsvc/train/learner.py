@@ -21,12 +21,14 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.nn.backend import setup_jax
 from rlsvc.nn.params import flatten_params, leaf_names
-from rlsvc.policies import make_policy, make_value_function
+from rlsvc.policies import make_judge, make_policy
 from rlsvc.spec.algorithms import ALGORITHMS
+from rlsvc.spec.reward_classifier import RewardLearningSpec
 from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
 from rlsvc.store.bundle import write_bundle
 from rlsvc.store.weights import load_weights
+from rlsvc.train.calibration import CALIBRATION, Calibration, calibrate_windows, to_bytes
 from rlsvc.train.learner_data import EpisodeData, SequenceData, WindowData
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.rollout_worker import ACTING
@@ -67,7 +69,7 @@ class Learner:
             self.data = WindowData(spec, contract, self._put, self.platform)
         else:
             self.data = SequenceData(spec, contract, self._put, run_dir, entry.sequence_length(spec.policy))
-        make = make_policy if entry.acts else make_value_function
+        make = make_policy if entry.acts else make_judge
         policy = make(spec.policy.model_dump(mode="json"), self.data.contract, spec.precision)
         updates = sum(phase.num_updates for phase in spec.curriculum)
         self.algorithm: Algorithm = load_algorithm(spec.algo.name)(
@@ -85,7 +87,7 @@ class Learner:
             self.state, meta = checkpoint.load(self.checkpoints, self.clock, self.state)
             self.data.restore(int(meta.get("cursor", 0)), self.checkpoints / str(self.clock))
         if entry.episodes is not None and jax.process_index() == 0:
-            self._write(run_dir / ACTING, {}, {})
+            self._write(run_dir / ACTING, {}, {}, {})
 
     def _load_weights(self) -> None:
         """Begin with trained weights, where the run has them; a run that resumes has its own."""
@@ -133,6 +135,8 @@ class Learner:
             key = jax.random.fold_in(self.key, 2)
             metrics = self.algorithm.validate(self.state, self.data.validation, key)
             result = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            calibration = self._calibration()
+            result |= {} if calibration is None else calibration.metrics()
         elif order.kind == "export":
             result = {"bundle": str(self.export(self.run_dir / "bundles" / str(order.step), order.step))}
         elif order.kind == "checkpoint":
@@ -145,13 +149,22 @@ class Learner:
     def export(self, path: Path, clock: int | None = None) -> Path:
         """Write the bundle of the acting weights; the first rank alone does. `clock`: None is the last order's."""
         params = jax.tree.map(gathered, self.algorithm.acting_params(self.state))
+        calibration = self._calibration()
         if jax.process_index() == 0:
             run = {"project": self.spec.project, "name": self.spec.name, "seed": self.spec.seed}
             run |= {"step": self.clock if clock is None else clock, "updates": self.step}
-            self._write(path, flatten_params(params), run)
+            files = {} if calibration is None else {CALIBRATION: to_bytes(calibration)}
+            self._write(path, flatten_params(params), run, files)
         return path
 
-    def _write(self, path: Path, params: dict[str, np.ndarray], run: dict[str, Any]) -> None:
+    def _calibration(self) -> Calibration | None:
+        """Of a reward classifier's acting weights; None of anything else."""
+        algo, held_out = self.spec.algo, self.data.validation
+        if not isinstance(algo, RewardLearningSpec) or held_out is None:
+            return None
+        return calibrate_windows(self.algorithm, self.algorithm.acting_params(self.state), held_out, algo.threshold)
+
+    def _write(self, path: Path, params: dict[str, np.ndarray], run: dict[str, Any], files: dict[str, bytes]) -> None:
         write_bundle(
             path,
             policy=getattr(self.algorithm.policy, "merged_spec", self.spec.policy).model_dump(mode="json"),
@@ -160,7 +173,7 @@ class Learner:
             params=params,
             precision=self.spec.precision,
             run=run,
-            files={} if self.data.prompter is None else self.data.prompter.files(),
+            files={**files, **({} if self.data.prompter is None else self.data.prompter.files())},
             robot=self.spec.robot,
         )
 

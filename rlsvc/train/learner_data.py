@@ -19,6 +19,7 @@ from rlsvc.core.types import INTERVENTION, Chunk, EpisodeTable
 from rlsvc.data.episodes import EpisodeAssembler, GrowingWindows
 from rlsvc.data.interventions import PeoplesView
 from rlsvc.data.journal import Journal
+from rlsvc.data.labels import reward_labels
 from rlsvc.data.mixture import load_demonstrations, table_contract
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.repack import load_features
@@ -30,6 +31,7 @@ from rlsvc.data.transforms import RobotTransforms
 from rlsvc.data.windows import Windows
 from rlsvc.policies import make_prompter
 from rlsvc.spec.algorithms import ALGORITHMS
+from rlsvc.spec.reward_classifier import RewardClassifierSpec, RewardLearningSpec
 from rlsvc.spec.run import RunSpec
 from rlsvc.store import checkpoint
 from rlsvc.train.orchestrator import Order
@@ -54,6 +56,9 @@ class WindowData:
             selection = advantage_selection(advantage, spec.data, **where)
         elif advantage is not None:
             conditioning = advantage_conditioning(advantage, spec.data, seed=spec.seed, **where)
+        labels = None
+        if isinstance(policy, RewardClassifierSpec) and isinstance(spec.algo, RewardLearningSpec):
+            labels = reward_labels(spec.algo, spec.data, policy.classes)
         self.demonstrations = load_demonstrations(
             spec.data,
             n_obs_steps=policy.n_obs_steps,
@@ -61,6 +66,7 @@ class WindowData:
             action_horizon=policy.n_action_steps,
             prepare=self.prompter,
             returns=getattr(policy, "returns", None),
+            labels=labels,
             selection=selection,
             conditioning=conditioning,
             robot=spec.robot,

@@ -11,8 +11,9 @@ that the policy gives at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.types import INTERVENTION, Chunk
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.texts import encode_texts
+from rlsvc.envs.stand_in import StandIn
 from rlsvc.envs.vector import VectorEnv, episode_seed, random_actions
 from rlsvc.runner import PolicyRunner, Runner
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.env import EnvSpec
+from rlsvc.spec.reward_classifier import RewardSourceSpec
 from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.run import RunSpec
 from rlsvc.spec.stand_in import StandInSpec
 from rlsvc.store.bundle import Bundle, read_bundle
+from rlsvc.store.registry import resolve
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Acting:
         robot: whose numbers the policy learns; None where it takes them as they are.
         group: of the normaliser; None where it has one.
         stand_in: takes over in the environments; None leaves them to the policy.
+        reward: says what is rewarded, its classifier a folder; None leaves that to the environments.
     """
 
     policy: dict[str, Any]
@@ -57,6 +62,7 @@ class Acting:
     robot: RobotSpec | None = None
     group: str | None = None
     stand_in: StandInSpec | None = None
+    reward: RewardSourceSpec | None = None
 
     def runner(self, batch_sizes: tuple[int, ...], device: str) -> PolicyRunner:
         """A runner that explores; it has no weights yet."""
@@ -64,6 +70,23 @@ class Acting:
             "", self.policy, self.precision, self.contract, self.normalizer, {}, {}, self.folder, self.robot
         )
         return PolicyRunner(bundle, batch_sizes=batch_sizes, device=device, explore=True, group=self.group)
+
+    def wrap(self) -> Callable[[Any], Any] | None:
+        """What stands around each environment of a worker; None where nothing does."""
+        judged: Callable[[Any], Any] = _itself
+        if self.reward is not None:
+            from rlsvc.train.reward import ClassifierReward, RewardRunner
+
+            judge = RewardRunner(self.reward.classifier, device="cpu")
+            judged = partial(ClassifierReward, spec=self.reward, runner=judge)
+        if self.stand_in is not None:
+            stand_in = self.stand_in
+            return lambda env: StandIn(judged(env), stand_in)
+        return None if self.reward is None else judged
+
+
+def _itself(env: Any) -> Any:
+    return env
 
 
 ACTING = "acting"
@@ -82,11 +105,19 @@ def make_acting(spec: RunSpec, contract: Contract, run_dir: Path) -> Acting:
         made = read_bundle((run_dir / ACTING).absolute())
         return Acting(
             made.policy, made.contract, made.normalizer, made.precision, folder=made.path, robot=made.robot,
-            group=spec.evaluation.group, stand_in=spec.rollout.stand_in,
+            group=spec.evaluation.group, **_around(spec),
         )  # fmt: skip
     policy = spec.policy.model_dump(mode="json")
     acting = Acting(policy, contract, Normalizer.from_contract(contract), spec.precision, extra_columns(spec, contract))
-    return replace(acting, stand_in=spec.rollout.stand_in)
+    return replace(acting, **_around(spec))
+
+
+def _around(spec: RunSpec) -> dict[str, Any]:
+    reward = spec.rollout.reward
+    if reward is not None:
+        path = resolve(reward.classifier, root=spec.root, uri=spec.tracking.mlflow_uri)
+        reward = reward.replace(classifier=str(path.absolute()))
+    return {"stand_in": spec.rollout.stand_in, "reward": reward}
 
 
 def extra_columns(spec: RunSpec, contract: Contract) -> dict[str, Feature]:
@@ -139,7 +170,7 @@ class RolloutWorker:
         """
         self.worker, self.incarnation, self.seed = worker, incarnation, seed
         self._acting, self._contract = acting, acting.contract
-        self._env = VectorEnv(env, num_envs, acting.stand_in)
+        self._env = VectorEnv(env, num_envs, acting.wrap())
         # Rows are the environment's own, whatever the policy makes of them.
         self._seen = {name: self._env.contract.observation[name] for name in acting.contract.observation}
         self._texts = [name for name, feature in self._seen.items() if feature.dtype == TEXT]
