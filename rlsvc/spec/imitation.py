@@ -15,6 +15,8 @@ from rlsvc.spec.weights import WeightsSpec
 class SupervisedSpec(Spec):
     """Gradient steps on a policy's own loss; the defaults are those of Diffusion Policy (arXiv:2303.04137, PushT)."""
 
+    name: str
+    """Of the algorithm."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """At the top of the schedule."""
     batch_size: int = Field(default=256, ge=1)

@@ -122,6 +122,11 @@ class RunSpec(Spec):
         """Whether any phase steps environments."""
         return any(phase.type == "online" for phase in self.phases)
 
+    @property
+    def people_intervene(self) -> bool:
+        """Whether rollouts say of each step if a person, or a stand-in for one, acted."""
+        return isinstance(self.env, RobotEnvSpec) or self.rollout.stand_in is not None
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         entry = ALGORITHMS[self.algo.name]

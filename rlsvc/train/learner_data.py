@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlsvc.core.contract import TEXT, Contract
+from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import INTERVENTION, Chunk, EpisodeTable
 from rlsvc.data.episodes import EpisodeAssembler, GrowingWindows
@@ -235,6 +235,8 @@ class SequenceData(FromJournal):
             streams = spec.rollout.workers * spec.rollout.envs_per_worker
             spec.replay.check(streams, length)
             schema = {**env.observation, "action": env.action, **extra_columns(spec, env)}
+            if spec.people_intervene:
+                schema[INTERVENTION] = Feature((), "bool")
             self._replays["replay"] = Replay(
                 spec.replay, schema, range(streams), observation=tuple(env.observation), folder=folder / "rollouts"
             )

@@ -12,7 +12,8 @@ from rlsvc.data.interventions import PeoplesView
 from rlsvc.data.replay import Replay
 from rlsvc.data.sequence import ReplayView
 from rlsvc.spec.replay import ReplaySpec
-from rlsvc.train.learner import SequenceData
+from rlsvc.spec.run import RunSpec
+from rlsvc.train.learner_data import SequenceData
 from rlsvc.train.rollout_worker import chunk_schema
 
 CONTRACT = Contract({"observation.state": Feature((1,), "float32")}, Feature((1,), "float32"), 10.0)
@@ -35,6 +36,20 @@ def data(**replays: Replay) -> SequenceData:
     made = SequenceData.__new__(SequenceData)
     made._replays = replays
     return made
+
+
+@pytest.mark.parametrize("stand_in", [None, {}])
+def test_a_run_in_which_people_intervene_keeps_who_acted_in_its_replay(stand_in, tmp_path):
+    spec = RunSpec.model_validate(
+        {
+            "policy": {"name": "gaussian"}, "algo": {"name": "sac", "batch_size": 16}, "evaluation": {"interval": None},
+            "env": {"name": "gymnasium", "id": "Pendulum-v1"}, "rollout": {"stand_in": stand_in},
+            "replay": {"capacity": 100, "placement": "host"},
+            "phases": [{"name": "all", "type": "online", "hooks": {"collect": 1}, "duration_steps": 10}],
+        }
+    )  # fmt: skip
+    made = SequenceData(spec, CONTRACT, lambda x: x, tmp_path, 1)
+    assert ("intervention" in made._replays["replay"].schema) == (stand_in is not None)
 
 
 @pytest.mark.parametrize("buffer", [{"demonstrations": 1.0}, {"replay": 0.5, "demonstrations": 0.5}])
