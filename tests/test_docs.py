@@ -15,14 +15,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from rlsvc.cli import app
 from rlsvc.commands.jobs import COMMANDS
-from rlsvc.spec.compose import compose, experiments
+from rlsvc.spec.collect import CollectSpec
+from rlsvc.spec.compose import compose, compose_file, experiments
 from rlsvc.spec.sweep import check_space
 from rlsvc.tune.space import load_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MARK = re.compile(r"^# (run|sweep): (\S+)\n")
+MARK = re.compile(r"^# (run|sweep|session): (\S+)\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # Shown with an experiment's name as a letter, in the tables of docs/coming-from.md.
 PLACEHOLDERS = {"C", "E", "NAME"}
@@ -40,7 +41,7 @@ class Block:
 
     @property
     def marked(self) -> re.Match[str] | None:
-        """A YAML block that begins with `# run: FILE` or `# sweep: FILE` is that file."""
+        """A YAML block that begins with `# run: FILE`, `# sweep: FILE` or `# session: FILE` is that file."""
         return MARK.match(self.text) if self.language == "yaml" else None
 
 
@@ -144,6 +145,13 @@ def test_every_documented_yaml_run_composes(documented_files: Path) -> None:
     assert files
     for file in files:
         compose([file])
+
+
+def test_every_documented_session_validates(documented_files: Path) -> None:
+    files = [match[2] for block in blocks() if (match := block.marked) and match[1] == "session"]
+    assert files
+    for file in files:
+        compose_file(CollectSpec, Path(file))
 
 
 def test_every_documented_sweep_fits_the_run_that_it_varies(documented_files: Path) -> None:
