@@ -53,6 +53,7 @@ for command in (
     serve.serve,
     query.query,
     collect.collect,
+    collect.replay,
     doctor.doctor,
     demo.demo,
     timelapse.timelapse,

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_arm import CAMERA, FakeArm
+from fake_arm import CAMERA, FakeArm, read_log
 from websockets.sync.client import connect
 
 from rlsvc.collect import collect
+from rlsvc.collect_replay import replay
 from rlsvc.core.contract import Contract, Feature
-from rlsvc.core.errors import BusyError, ContractError, SpecError, UserError
+from rlsvc.core.errors import BusyError, ContractError, DatasetError, SpecError, UserError
 from rlsvc.data.load import load_table
 from rlsvc.data.normalize import Normalizer
 from rlsvc.robots.lock import RobotLock
@@ -169,6 +170,37 @@ def test_a_limit_that_is_missing_is_named_with_its_place(tmp_path):
         compose_file(CollectSpec, file)
     with pytest.raises(SpecError, match="'episodes': got -1"):
         compose_file(CollectSpec, file, ["station.guard.velocity=[1,1]", "episodes=-1"])
+
+
+def test_a_recorded_episode_is_replayed_through_the_guard(arm, tmp_path):
+    bundle(tmp_path, arm)
+    spec = session(tmp_path, episodes=1)
+    collect(spec)
+    actions = recorded(tmp_path).columns["action"]
+    before = len(sent(arm))
+    done = replay(spec.station, tmp_path / "ds", 0)
+    assert (done.steps, done.refused) == (len(actions), 0)
+    # The way to where it began is not part of it.
+    assert np.array(sent(arm)[before:])[-len(actions) :] == pytest.approx(actions, abs=0.15)
+    assert done.error.max() < 0.3
+
+
+def test_an_episode_of_another_robot_or_rate_or_one_that_there_is_not_is_not_replayed(arm, tmp_path):
+    bundle(tmp_path, arm)
+    spec = session(tmp_path, episodes=1)
+    collect(spec)
+    arm.connect = lambda: pytest.fail("the robot was touched")
+    with pytest.raises(DatasetError, match="got episode 1, it has 1"):
+        replay(spec.station, tmp_path / "ds", 1)
+    with pytest.raises(ContractError, match="recorded at 30 Hz, the robot is driven at 20 Hz"):
+        replay(spec.station.replace(rate_hz=20.0), tmp_path / "ds", 0)
+    arm.action = Feature((2,), "float32", "rad", ("left.pos", "right.pos"))
+    with pytest.raises(ContractError, match=r"it is of another robot: got shoulder\.pos, elbow\.pos, expected left"):
+        replay(spec.station, tmp_path / "ds", 0)
+
+
+def sent(arm: FakeArm) -> list[list[float]]:
+    return [line["position"] for line in read_log(arm.log) if line["what"] == "send"]
 
 
 class Person:

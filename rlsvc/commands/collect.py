@@ -1,4 +1,4 @@
-"""`rlsvc collect`: demonstrations and policy rollouts of a robot."""
+"""`rlsvc collect`: demonstrations and policy rollouts of a robot; `rlsvc replay`: an episode once more."""
 
 from __future__ import annotations
 
@@ -31,16 +31,7 @@ def collect(
         return
     from rlsvc.collect import collect as run_session
 
-    stop = threading.Event()
-    # The session ends after the step under way, and the robot is stopped by rule; a second Ctrl-C ends at once.
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-
-    def interrupted(*_: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    signal.signal(signal.SIGINT, interrupted)
+    stop = _stop_by_signal()
     result = run_session(spec, say=lambda line: console.print(line, markup=False, highlight=False), stop=stop)
     table = Table(show_header=False, box=None)
     table.add_row("dataset", str(result.dataset))
@@ -55,3 +46,38 @@ def collect(
     if result.interrupted:
         console.print("Stopped before all episodes were there; the same command adds to the dataset.")
         raise typer.Exit(INTERRUPTED)
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="YAML file of the session: robot and limits.")],
+    dataset: Annotated[Path, typer.Argument(help="Dataset of this robot.")],
+    episode: Annotated[int, typer.Option(help="Number of the episode, from 0.")] = 0,
+    column: Annotated[str, typer.Option(help="action: what was sent then; commanded: what was asked for.")] = "action",
+) -> None:
+    """Send a recorded episode's commands to the robot again, through its guard."""
+    from rlsvc.collect_replay import replay as run_replay
+    from rlsvc.spec.collect import CollectSpec
+    from rlsvc.spec.compose import compose_file
+
+    spec, console = compose_file(CollectSpec, file), Console()
+    say = lambda line: console.print(line, markup=False, highlight=False)  # noqa: E731
+    done = run_replay(spec.station, dataset, episode, column=column, say=say, stop=_stop_by_signal())
+    say(f"{done.steps} of {done.of} steps; the guard clipped {done.clipped} and refused {done.refused} commands")
+    if not any(x != x for x in done.error):
+        say("largest distance from the recorded joints: " + ", ".join(f"{x:.3g}" for x in done.error))
+    if done.steps < done.of:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _stop_by_signal() -> threading.Event:
+    """Set by SIGTERM and Ctrl-C: what runs ends after the step under way, and the robot is stopped by rule."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    def interrupted(*_: object) -> None:
+        if stop.is_set():  # a second Ctrl-C ends at once
+            raise KeyboardInterrupt
+        stop.set()
+
+    signal.signal(signal.SIGINT, interrupted)
+    return stop
