@@ -29,7 +29,8 @@ SIZES = [
     "policy.vision={width: 256, depth: 6, mlp_dim: 1024, heads: 4, patch: 4}",
     "policy.backbone={width: 512, depth: 8, mlp_dim: 2048, heads: 8, head_dim: 64}",
     "policy.expert={width: 256, depth: 8, mlp_dim: 1024, heads: 8, head_dim: 64}",
-    "policy.horizon=8", "algo.batch_size=256", "algo.learning_rate=3e-4", "+precision=bf16", "+learner.updates_per_call=50",
+    "policy.horizon=8", "algo.batch_size=256", "algo.learning_rate=3e-4", "+precision=bf16",
+    "+learner.updates_per_call=50",
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from rlsvc.data.recorder import CameraLostError, EpisodeLostError, Outcome, Reco
 from rlsvc.robots.api import ConnectionLost
 from rlsvc.robots.drivers import make_driver, make_teleop
 from rlsvc.robots.guarded import GuardedRobot
-from rlsvc.robots.handover import Handover
+from rlsvc.robots.handover import Handover, Planned
 from rlsvc.robots.kinematics import make_sites
 from rlsvc.robots.operator import Jog, Marked, Operator
 from rlsvc.robots.station import Station, Step
@@ -127,6 +127,7 @@ class CollectResult:
         discarded: not kept.
         interrupted: whether it ended before all were there.
         metrics: of the loop: rate, cameras, guard.
+        judged: by policy ("policy", "against"), successes and episodes that a person called a success or a failure.
     """
 
     dataset: Path
@@ -134,6 +135,28 @@ class CollectResult:
     discarded: int
     interrupted: bool
     metrics: dict[str, float]
+    judged: dict[str, tuple[int, int]]
+
+
+class _Pilot:
+    """A policy, and how its chunks become commands."""
+
+    def __init__(self, name: str, spec: ActorSpec, stack: ExitStack) -> None:
+        """Load it, or connect to it; `name`: of its key in the specification. Raises UserError."""
+        self.name = name
+        self.actor: Actor = BundleActor(spec) if spec.bundle is not None else ServedActor(spec)
+        stack.callback(self.actor.close)
+        horizon = self.actor.contract.action_horizon
+        if self.actor.execute > horizon:
+            raise UserError(f"{name}.execute: got {self.actor.execute}, the policy's chunks have {horizon} actions")
+        self.handover = Handover(
+            self.actor.act, spec.mode, execute=self.actor.execute, ahead=spec.ahead, blend=spec.blend
+        )
+
+    def begin(self, seed: int) -> None:
+        """An episode begins, or a person hands back."""
+        self.handover.reset()
+        self.actor.begin(seed)
 
 
 def collect(
@@ -161,14 +184,17 @@ class _Session:
         self.spec, self.say, self.stop = spec, say, stop
         self._stack = ExitStack()
         self._seed = 0
+        self.pilot: _Pilot | None = None
+        self.judged: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> _Session:
         with ExitStack() as stack:
             spec, place = self.spec, self.spec.station
             driver = make_driver(place.driver)
-            self.actor = _make_actor(spec.policy, stack)
-            if self.actor is not None:
-                _check_contract(self.actor.contract, driver, place.rate_hz, f"robot '{place.id}'")
+            given = {"policy": spec.policy, "against": spec.against}
+            self.pilots = [_Pilot(name, one, stack) for name, one in given.items() if one is not None]
+            for pilot in self.pilots:
+                _check_contract(pilot.actor.contract, driver, place.rate_hz, f"robot '{place.id}'")
             sites = make_sites(place.guard.workspace, driver.action) if place.guard.workspace else None
             self.recorder = stack.enter_context(
                 Recorder(spec.dataset, driver.observation, driver.action, place.rate_hz, spec.robot_type)
@@ -185,7 +211,6 @@ class _Session:
                 console = ConsoleServer(self.hub, spec.console.host, spec.console.port)
                 stack.callback(console.close)
                 self.say(f"console: {console.url}")
-            self.handover = self._make_handover()
             self._stack = stack.pop_all()
         return self
 
@@ -196,6 +221,7 @@ class _Session:
         kept, discarded, number = 0, 0, 0
         while kept < self.spec.episodes and not self.stop.is_set():
             self.hub.progress.episode = kept
+            self.pilot = self._whose_turn(kept)
             if not self._await_start():
                 break
             outcome, reward, source = self._episode(number)
@@ -212,8 +238,21 @@ class _Session:
                 continue
             kept += 1
             self._tell(f"episode {index} is saved: {outcome}")
+            if self.pilot is not None and outcome != "cut":
+                won, of = self.judged.get(self.pilot.name, (0, 0))
+                self.judged[self.pilot.name] = (won + (outcome == "success"), of + 1)
         metrics = self.station.metrics()
-        return CollectResult(self.recorder.path, kept, discarded, kept < self.spec.episodes, metrics)
+        return CollectResult(self.recorder.path, kept, discarded, kept < self.spec.episodes, metrics, dict(self.judged))
+
+    def _whose_turn(self, kept: int) -> _Pilot | None:
+        """The policy of the next episode; of two, each has one of a pair, in an order that is drawn for the pair."""
+        if len(self.pilots) < 2:
+            return self.pilots[0] if self.pilots else None
+        pair, second = divmod(kept, 2)
+        order = np.random.default_rng((self.spec.seed, pair)).permutation(2)
+        if second:
+            self._tell("put everything back as it was at the start of the last episode")
+        return self.pilots[int(order[second])]
 
     def _await_start(self) -> bool:
         """Whether an episode is to begin; False when the session is to end."""
@@ -231,11 +270,10 @@ class _Session:
         """Outcome (None: not to be kept), and the reward of the last step with its source where a person gave one."""
         progress = self.hub.progress
         progress.state, progress.said = "running", ""
-        if self.handover is not None and self.actor is not None:
-            self.handover.reset()
+        if self.pilot is not None:
             self._seed = (self.spec.seed + number) % 2**31
-            self.actor.begin(self._seed)
-            progress.policy = self.actor.version
+            self.pilot.begin(self._seed)
+            progress.policy = self.pilot.actor.version if len(self.pilots) == 1 else "one of two"
         try:
             self.station.begin()
             outcome = self._ticks()
@@ -262,30 +300,32 @@ class _Session:
 
     def _ticks(self) -> Marked | Outcome | None:
         """Tick after tick; how a person ended the episode, or "cut", or None when the session ends."""
-        history = ObservationHistory(self.actor.contract.n_obs_steps) if self.actor else None
+        pilot = self.pilot
+        history = None if pilot is None else ObservationHistory(pilot.actor.contract.n_obs_steps)
         last = self.spec.episode_s * self.spec.station.rate_hz
         told = time.monotonic()
         was_person = begun = False
         while not self.stop.is_set():
             reading = self.station.observe()
             planned = None
-            window = None if history is None else history.append(self._seen(reading.values))
-            if self.handover is not None and self.operator.in_control is None:
-                if was_person and self.actor is not None:
-                    self.handover.reset()
-                    self.actor.begin(self._seed)
-                assert window is not None
-                tick = self.station.pacer.tick
-                planned = self.handover.command(window, min(reading.stamps.values()), tick)
+            if pilot is not None and history is not None:
+                window = history.append(self._seen(pilot, reading.values))
+                if self.operator.in_control is None:
+                    if was_person:
+                        pilot.begin(self._seed)
+                    planned = self._ask(pilot, window, min(reading.stamps.values()))
             acts = planned is not None
-            if not acts and (self.actor is None or not begun):
+            if not acts and (pilot is None or not begun):
                 # Until a person or a first chunk comes the robot is held, which keeps its watchdog quiet.
                 planned = self.station.hold(reading)
-            step = self.station.act(planned, reading, self.actor.version if self.actor is not None and acts else "")
+            # People who compare two policies must not see which one acts.
+            shown = "" if pilot is None or not acts else "policy" if len(self.pilots) > 1 else pilot.actor.version
+            step = self.station.act(planned, reading, shown)
             was_person = step.intervention
             begun = begun or acts or step.intervention
             if begun:
-                self._record(step)
+                acted = pilot.actor.version if pilot is not None and acts and not step.intervention else step.actor
+                self._record(step, acted)
             self.hub.publish(step)
             if time.monotonic() - told > METRICS_S:
                 told, self.hub.metrics = time.monotonic(), self.station.metrics()
@@ -298,36 +338,35 @@ class _Session:
                 return "cut"
         return None
 
-    def _record(self, step: Step) -> None:
+    def _ask(self, pilot: _Pilot, window: Mapping[str, np.ndarray], captured: float) -> Planned | None:
+        """The policy's command for this tick; None when it has none, or could not be asked."""
+        try:
+            return pilot.handover.command(window, captured, self.station.pacer.tick)
+        except (UserError, OSError, TimeoutError, RuntimeError) as error:
+            # The robot's watchdog stops it when this lasts.
+            self._tell(f"{pilot.name}: {error}")
+            pilot.handover.reset()
+            return None
+
+    def _record(self, step: Step, actor: str) -> None:
         asked = step.commanded if np.isfinite(step.commanded).all() else step.action
         row = {
             **step.reading.values,
             "action": step.action,
             "commanded": asked,
             "intervention": step.intervention,
-            "actor": step.actor,
+            "actor": actor,
             "reward": 0.0,
             "reward_source": "",
         }
         self.recorder.add(row, step.reading.stamps)
 
-    def _seen(self, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def _seen(self, pilot: _Pilot, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """What the policy sees of a reading."""
-        assert self.actor is not None
         return {
             key: self.spec.task if feature.dtype == TEXT else values[key]
-            for key, feature in self.actor.contract.observation.items()
+            for key, feature in pilot.actor.contract.observation.items()
         }
-
-    def _make_handover(self) -> Handover | None:
-        spec, actor = self.spec.policy, self.actor
-        if spec is None or actor is None:
-            return None
-        if actor.execute > actor.contract.action_horizon:
-            raise UserError(
-                f"policy.execute: got {actor.execute}, the policy's chunks have {actor.contract.action_horizon} actions"
-            )
-        return Handover(actor.act, spec.mode, execute=actor.execute, ahead=spec.ahead, blend=spec.blend)
 
     def _find_again(self) -> None:
         """Connect to a robot that was lost, until it is there or the session ends."""
@@ -343,14 +382,6 @@ class _Session:
     def _tell(self, what: str) -> None:
         self.hub.progress.said = what
         self.say(what)
-
-
-def _make_actor(spec: ActorSpec | None, stack: ExitStack) -> Actor | None:
-    if spec is None:
-        return None
-    actor: Actor = BundleActor(spec) if spec.bundle is not None else ServedActor(spec)
-    stack.callback(actor.close)
-    return actor
 
 
 def _check_contract(policy: Contract, driver: Any, rate_hz: float, robot: str) -> None:

@@ -302,6 +302,41 @@ def test_a_stopped_robot_ends_the_episode_and_starts_no_other_until_somebody_res
     assert recorded(tmp_path).columns["next.success"].sum() == 1
 
 
+def test_two_policies_are_compared_in_pairs_by_a_judge_who_is_not_told_which_one_acts(arm, tmp_path):
+    bundle(tmp_path, arm)
+    other = Feature((2,), "float32", "rad", arm.action.names, (-0.4,), (0.4,))
+    (tmp_path / "other").mkdir()
+    bundle(tmp_path / "other", arm, action=other)
+    against = {"bundle": str(tmp_path / "other" / "bundle"), "execute": 3}
+    spec = session(tmp_path, episodes=4, episode_s=60, console={"port": 0}, against=against)
+    thread, said, results = in_thread(spec)
+    shown = set()
+    with Person("Ada", said) as ada:
+        for _ in range(4):
+            ada.wait(state="waiting")
+            ada.say(type="start")
+            message = ada.wait(state="running", actor="policy")
+            shown |= {message["policy"], message["actor"], message["holder"]["name"]}
+            time.sleep(0.2)
+            ada.say(type="mark", ending="success")
+        thread.join(60)
+    assert shown == {"one of two", "policy"}
+    assert results[0].judged == {"policy": (2, 2), "against": (2, 2)}
+    table = recorded(tmp_path)
+    actors = table.columns["actor"].ravel()[table.episode_ends - 1].tolist()
+    assert len(set(actors)) == 2
+    assert len(set(actors[:2])) == len(set(actors[2:])) == 2
+    assert sum("put everything back as it was" in line for line in said) == 2
+
+
+def test_a_comparison_needs_a_judge_and_pairs(tmp_path):
+    against = {"bundle": "b"}
+    with pytest.raises(ValueError, match="a console at which a person judges"):
+        session(tmp_path, against=against)
+    with pytest.raises(ValueError, match="episodes: got 3, expected an even number"):
+        session(tmp_path, against=against, console={}, episodes=3)
+
+
 def test_without_a_policy_the_robot_waits_for_a_person_and_that_is_not_recorded(arm, tmp_path):
     thread, said, results = in_thread(session(tmp_path, policy=None, episodes=1, episode_s=60, console={"port": 0}))
     with Person("Ada", said) as ada:

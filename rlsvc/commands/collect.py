@@ -42,6 +42,11 @@ def collect(
     for name, count in sorted(result.metrics.items()):
         if name.startswith("guard_"):
             table.add_row(name.replace("_", " "), f"{count:.0f}")
+    if spec.against is not None:
+        from rlsvc.train.evaluate import share_interval
+
+        for name, (won, of) in result.judged.items():
+            table.add_row(f"{name}: success", f"{share_interval(won, of)} ({won} of {of})")
     console.print(table)
     if result.interrupted:
         console.print("Stopped before all episodes were there; the same command adds to the dataset.")

@@ -64,6 +64,9 @@ class CollectSpec(Spec):
     """Longest episode, s; one that lasts so long is cut."""
     policy: ActorSpec | None = None
     """What acts while no person does; null: people alone."""
+    against: ActorSpec | None = None
+    """A second policy, to be compared with `policy`: episodes come in pairs that begin alike, one of each policy in an
+    order that is drawn anew, and whoever judges is not told which one acts."""
     console: ConsoleSpec | None = ConsoleSpec()
     """null: episodes begin by themselves and end with their time, for tests and robots that need nobody."""
     seed: int = Field(default=0, ge=0, lt=2**31)
@@ -75,6 +78,10 @@ class CollectSpec(Spec):
             raise ValueError(
                 "policy, station.teleop: got neither, so nothing would move the robot; give one of the two"
             )
+        if self.against is not None and (self.policy is None or self.console is None):
+            raise ValueError("against: needs a policy to compare with, and a console at which a person judges")
+        if self.against is not None and self.episodes % 2:
+            raise ValueError(f"episodes: got {self.episodes}, expected an even number: a comparison is made of pairs")
         if self.console is None and self.policy is None:
             raise ValueError("console: null needs a policy, since nobody could take over")
         return self
