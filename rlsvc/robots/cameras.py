@@ -94,7 +94,10 @@ def _make(name: str, config: Mapping[str, Any]) -> Any:
     from lerobot.cameras.zmq import ZMQCameraConfig
     from lerobot.utils.import_utils import register_third_party_plugins
 
-    del OpenCVCameraConfig, RealSenseCameraConfig, ZMQCameraConfig  # importing them makes their types known
+    from rlsvc.robots.lerobot_camera import StreamCameraConfig
+
+    # Importing them makes their types known.
+    del OpenCVCameraConfig, RealSenseCameraConfig, ZMQCameraConfig, StreamCameraConfig
     register_third_party_plugins()
     kinds = CameraConfig.get_known_choices()
     kind = config.get("type")

@@ -18,6 +18,7 @@ import numpy as np
 from rlsvc.core.contract import Feature
 from rlsvc.core.errors import BusyError, ContractError, UserError
 from rlsvc.robots.api import ConnectionLost, Reading, Stopper, Torque
+from rlsvc.robots.camera_watch import CameraWatch
 from rlsvc.robots.cameras import Cameras
 from rlsvc.robots.dobot_feedback import Feedback, FeedbackStream
 from rlsvc.robots.dobot_wire import (
@@ -53,6 +54,7 @@ class DobotDriver:
         """
         self.spec = spec
         self._cameras = Cameras(spec.cameras, spec.camera_stale_after_s)
+        self._watch = CameraWatch(spec.watch.frozen_s, spec.watch.black_s)
         gripper = spec.gripper is not None
         names, unit = (*JOINTS, GRIPPER) if gripper else JOINTS, "" if gripper else "rad"
         low, high = (*spec.joint_low, 0.0) if gripper else spec.joint_low, (*spec.joint_high, 1.0)
@@ -74,6 +76,7 @@ class DobotDriver:
             self._make_ready()
             self._open()
             self._cameras.connect()
+            self._watch = CameraWatch(self.spec.watch.frozen_s, self.spec.watch.black_s)
             self._closed = self._measured_gripper(self._newest()) > CLOSED_ABOVE
         except BaseException:
             self.close()
@@ -86,6 +89,7 @@ class DobotDriver:
         if self.spec.gripper is not None:
             state = np.append(state, np.float32(self._measured_gripper(newest)))
         frames, stamps = self._cameras.read()
+        self._watch.check({STATE: state, **frames}, time.monotonic())
         return Reading({STATE: state, **frames}, {STATE: newest.stamp, **stamps})
 
     def send(self, command: np.ndarray) -> None:

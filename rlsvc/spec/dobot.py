@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
+from rlsvc.spec.cameras import CameraWatchSpec
 
 
 class DobotGripperSpec(Spec):
@@ -62,6 +63,8 @@ class DobotSpec(Spec):
     height: 480, fps: 30}}."""
     camera_stale_after_s: float = Field(default=0.5, gt=0)
     """Age of a camera's newest frame at which it counts as lost."""
+    watch: CameraWatchSpec = CameraWatchSpec()
+    """When one that delivers frames counts as lost all the same."""
     timeout_s: float = Field(default=2.0, gt=0, le=60)
     """For connecting, and for every answer of the dashboard."""
     stop_timeout_s: float = Field(default=0.5, gt=0, le=60)

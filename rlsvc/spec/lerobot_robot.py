@@ -8,15 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
-
-
-class CameraWatchSpec(Spec):
-    """When a camera that delivers frames counts as lost all the same."""
-
-    frozen_s: float = Field(default=1.0, gt=0)
-    """The same frame, byte by byte, for longer than this while other cameras or joints change, s."""
-    black_s: float = Field(default=1.0, gt=0)
-    """Nothing but black for longer than this, s."""
+from rlsvc.spec.cameras import CameraWatchSpec
 
 
 class SO101Spec(Spec):

@@ -414,3 +414,18 @@ def test_a_slow_controller_is_waited_for_until_the_deadline(robot: VirtualCR5, l
     else:
         with pytest.raises(ConnectionLost, match=r"no answer to RobotMode\(\) within 0.5 s"):
             driver.connect()
+
+
+def test_a_camera_that_gives_the_same_frame_while_the_arm_moves_is_lost(robot: VirtualCR5):
+    frame = {"observation.images.top": np.full((4, 6, 3), 90, np.uint8)}
+
+    def move_on(driver: DobotDriver) -> None:
+        for step in range(100):
+            state = driver.read().values["observation.state"]
+            driver.send(state + np.array([0.02 * (step > 3), 0, 0, 0, 0, 0]))
+            time.sleep(0.03)
+
+    with connected(robot, watch={"frozen_s": 0.2}) as driver:
+        driver._cameras.read = lambda: (frame, {"observation.images.top": time.monotonic()})
+        with pytest.raises(ConnectionLost, match="camera 'top' is frozen"):
+            move_on(driver)
