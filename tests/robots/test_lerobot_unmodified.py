@@ -126,11 +126,11 @@ def test_it_calibrates_an_arm_that_is_moved_by_hand(
             assert robot.is_calibrated
         finally:
             robot.bus.disconnect()
-    # The other arm was calibrated from the drawing: LeRobot's calibration by hand finds the same, to a degree.
+    # The other arm was calibrated from the drawing: LeRobot's calibration finds the same, as exactly as a hand holds.
     found = json.loads((tmp_path / "new.json").read_text())
     drawn = json.loads((folder / "arm.json").read_text())
     for joint, expected in drawn.items():
-        assert found[joint] == pytest.approx(expected, abs=12), joint
+        assert found[joint] == pytest.approx(expected, abs=30), joint  # steps, 2.6 degrees
 
 
 @pytest.mark.render
