@@ -106,17 +106,18 @@ def test_it_calibrates_an_arm_that_is_moved_by_hand(
 
         def moved_through_all() -> bool:
             """Called between LeRobot's looks at the positions."""
-            nonlocal pose, since
-            if time.monotonic() - since < 0.2 or not reached(new, pose):
+            nonlocal pose, since, looks
+            looks = looks + 1 if reached(new, pose) else 0
+            if looks < 10:
                 assert time.monotonic() - since < 20, f"{pose} was not reached"
                 return False
             if (then := next(poses, None)) is None:
                 return True
-            pose, since = then, time.monotonic()
+            pose, since, looks = then, time.monotonic(), 0
             new.hand(pose)
             return False
 
-        pose, since = dict[str, float](), time.monotonic()
+        pose, since, looks = dict[str, float](), time.monotonic(), 0
         monkeypatch.setattr(builtins, "input", at_the_middle)
         monkeypatch.setattr(motors_bus, "enter_pressed", moved_through_all)
         robot = follower(new, tmp_path, "new")
