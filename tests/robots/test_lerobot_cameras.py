@@ -66,6 +66,7 @@ def test_frames_are_stamped_when_they_were_captured(arm: RemoteSO101, folder: Pa
         driver.close()
 
 
+@pytest.mark.slow
 @pytest.mark.render
 def test_a_frozen_camera_is_a_lost_connection_and_a_black_one_is_not_connected_to(
     arm: RemoteSO101, folder: Path

@@ -92,6 +92,7 @@ def test_goals_beyond_the_calibrated_range_stop_at_its_end(arm: RemoteSO101, fol
         robot.disconnect()
 
 
+@pytest.mark.slow
 def test_it_calibrates_an_arm_that_is_moved_by_hand(
     tmp_path: Path, folder: Path, arm: RemoteSO101, monkeypatch: pytest.MonkeyPatch
 ) -> None:
