@@ -160,6 +160,9 @@ class LeRobotDriver:
     def stop(self, torque: Torque) -> None:
         """Hold: the present position becomes the goal, with torque on. Release: torque off.
 
+        An arm that is held sinks a little, some degrees for an SO-101 that is stretched out: a position servo makes
+        torque from its error, which is none in that moment.
+
         Raises:
             ConnectionLost: the motors do not answer.
             UserError: "release" of a robot that LeRobot gives no way to release.

@@ -15,7 +15,7 @@ from rlsvc.robots.api import ConnectionLost
 from rlsvc.robots.lerobot import LeRobotDriver
 from rlsvc.robots.virtual.so101 import RemoteSO101, start
 from rlsvc.spec.lerobot_robot import LeRobotSpec
-from tests.robots.virtual_arm import patient_lerobot, spec
+from virtual_arm import patient_lerobot, spec
 
 
 @pytest.fixture(scope="module")

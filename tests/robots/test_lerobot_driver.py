@@ -20,7 +20,7 @@ from rlsvc.robots.lerobot import LeRobotDriver
 from rlsvc.robots.virtual.so101 import RemoteSO101, start
 from rlsvc.robots.virtual.so101_sim import JOINTS
 from rlsvc.spec.lerobot_robot import LeRobotSpec, SO101Spec
-from tests.robots.virtual_arm import angles, at_rest, let_go, patient_lerobot, spec
+from virtual_arm import angles, at_rest, let_go, patient_lerobot, spec
 
 NAMES = tuple(f"{joint}.pos" for joint in JOINTS)
 

@@ -15,7 +15,7 @@ from rlsvc.robots.teleop_lerobot import LeRobotTeleop
 from rlsvc.robots.virtual.so101 import start
 from rlsvc.robots.virtual.so101_sim import JOINTS
 from rlsvc.spec.lerobot_robot import LeRobotTeleopSpec
-from tests.robots.virtual_arm import patient_lerobot
+from virtual_arm import patient_lerobot
 
 ACTION = Feature((6,), "float32", names=tuple(f"{joint}.pos" for joint in JOINTS))
 
