@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from virtual_arm import patient_lerobot, spec
 
 from rlsvc.core.errors import UserError
 from rlsvc.robots.api import ConnectionLost
 from rlsvc.robots.lerobot import LeRobotDriver
 from rlsvc.robots.virtual.so101 import RemoteSO101, start
 from rlsvc.spec.lerobot_robot import LeRobotSpec
-from virtual_arm import patient_lerobot, spec
 
 
 @pytest.fixture(scope="module")

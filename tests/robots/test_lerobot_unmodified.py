@@ -14,10 +14,10 @@ import pytest
 from lerobot.cameras.opencv import OpenCVCamera, OpenCVCameraConfig
 from lerobot.motors import motors_bus
 from lerobot.robots.so_follower import SO101Follower, SO101FollowerConfig
+from virtual_arm import angles, at_rest, patient_lerobot, reached, take
 
 from rlsvc.robots.lerobot_camera import StreamCameraConfig
 from rlsvc.robots.virtual.so101 import RemoteSO101, start
-from virtual_arm import angles, at_rest, patient_lerobot, reached, take
 
 POSES = (
     {"shoulder_pan": -1.92, "wrist_flex": -1.66, "gripper": -0.175, "shoulder_lift": 0.0, "elbow_flex": 0.0},

@@ -169,7 +169,7 @@ def test_cameras_show_the_arm_move_and_go_wrong_on_request() -> None:
     with start("--cameras", "front,wrist", "--size", "160x120", "--fps", "20") as arm:
         shown = cv2.VideoCapture(arm.cameras["front"])
 
-        def frame(seconds: float = 1.0) -> np.ndarray:
+        def frame(seconds: float = 0.7) -> np.ndarray:
             """What comes once all has been read that had come before."""
             image, until = np.zeros(0), time.monotonic() + seconds
             while time.monotonic() < until:
@@ -180,7 +180,7 @@ def test_cameras_show_the_arm_move_and_go_wrong_on_request() -> None:
         before = frame()
         assert np.abs(frame(0.2) - before).max() > 0  # noise
         arm.hand({"shoulder_pan": 1.2, "shoulder_lift": -0.5})
-        assert np.mean(np.abs(frame(3.0) - before).max(axis=2) > 60) > 0.01
+        assert np.mean(np.abs(frame(2.0) - before).max(axis=2) > 60) > 0.01
         arm.faults(camera={"front": "black"})
         assert frame().max() < 16
         arm.faults(camera={"front": "frozen"})
