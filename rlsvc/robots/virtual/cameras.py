@@ -32,6 +32,7 @@ mujoco: Any = _mujoco  # its names are made at run time
 
 BOUNDARY = "frame"
 QUALITY = 90
+INSTALL = "they need EGL: apt install libegl1 libgl1-mesa-dri; or do without: --cameras none"
 
 
 Fault = Literal["black", "frozen", "silent"] | None
@@ -103,11 +104,11 @@ class CameraProcess:
         self._process.start()
         while not self._pipe.poll(0.1):
             if not self._process.is_alive():
-                raise UserError(f"the cameras' process has ended (exit code {self._process.exitcode})")
+                raise UserError(f"the cameras' process has ended (exit code {self._process.exitcode}); {INSTALL}")
         told = self._pipe.recv()
         if isinstance(told, str):
             self._process.join()
-            raise UserError(f"the cameras can't draw: {told}. Install EGL (apt install libegl1 libgl1-mesa-dri)")
+            raise UserError(f"the cameras can't draw: {told}; {INSTALL}")
         self.urls = told
         return self
 

@@ -29,7 +29,6 @@ from rlsvc.robots.virtual.so101_sim import JOINTS, MODEL, SO101Sim, write_calibr
 CAMERAS = ("front", "wrist")
 BEHIND = 0.05
 """s: physics that is further behind the clock does not catch up."""
-
 PORTION = 4
 """Steps of physics between two looks at the bus."""
 
@@ -249,3 +248,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(0)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)

@@ -59,6 +59,8 @@ class Settings:
         protective: duty in overload.
         unload: error bits that switch something off.
         moving: steps/s that count as moving.
+        voltage: lowest and highest, V.
+        hottest: degrees Celsius.
     """
 
     on: bool
@@ -76,6 +78,8 @@ class Settings:
     protective: float
     unload: int
     moving: float
+    voltage: tuple[float, float]
+    hottest: int
 
 
 class Servo:
@@ -186,11 +190,12 @@ class Servo:
     @property
     def error(self) -> int:
         """Error bits of every reply."""
-        tenths = round(self.voltage * 10)
-        outside = not self.get("Min_Voltage_Limit") <= tenths <= self.get("Max_Voltage_Limit")
+        return self._error(self._settings or self._decode())
+
+    def _error(self, now: Settings) -> int:
         return (
-            outside * feetech.VOLTAGE
-            | (self.temperature > self.get("Max_Temperature_Limit")) * feetech.TEMPERATURE
+            (not now.voltage[0] <= self.voltage <= now.voltage[1]) * feetech.VOLTAGE
+            | (self.temperature > now.hottest) * feetech.TEMPERATURE
             | self._overloaded * feetech.OVERLOAD
         )
 
@@ -213,7 +218,7 @@ class Servo:
             position = encoder - now.offset
             if not now.turns:
                 position %= STEPS
-            error = self.error if self._unhealthy() else 0
+            error = self._error(now)
             if not now.on or error & now.unload & (feetech.TEMPERATURE | feetech.VOLTAGE):
                 duty = None
                 self._setpoint, self._setpoint_velocity = position, 0.0
@@ -234,9 +239,6 @@ class Servo:
             )
             self._put(self._memory, 69, 2, round(used * STALL_CURRENT / 6.5))
             return duty
-
-    def _unhealthy(self) -> bool:
-        return self._overloaded or self.voltage != 7.4 or self.temperature != 30
 
     def _decode(self) -> Settings:
         get = self.get
@@ -259,6 +261,8 @@ class Servo:
             protective=min(limit, get("Protective_Torque") / 100),
             unload=get("Unloading_Condition"),
             moving=50.0 * get("Moving_Velocity_Threshold"),
+            voltage=(get("Min_Voltage_Limit") / 10, get("Max_Voltage_Limit") / 10),
+            hottest=get("Max_Temperature_Limit"),
         )
         return self._settings
 
