@@ -175,15 +175,13 @@ def test_the_target_moves_by_tau(made):
     assert_same(after.target, jax.tree.map(lambda t, q: 0.75 * t + 0.25 * np.asarray(q), old.target, judges))
 
 
-def test_what_is_no_transition_changes_nothing():
+def test_what_is_no_transition_changes_nothing(made):
     """lerobot#1717, openpi#894."""
-    made = algorithm(batch_size=32)
     mask = np.arange(32)[:, None] % 2 == 0
     clean, beyond = source(mask=mask).rows, ~mask
     changed = {**clean, "reward": jnp.where(beyond, 50.0, clean["reward"])}
     changed["observation"] = {k: jnp.where(beyond[:, :, None], 9.0, x) for k, x in clean["observation"].items()}
-    update, state = jax.jit(made.update_once), initial(made)
-    one, other = (update(state, rows, KEY)[0] for rows in (clean, changed))
+    one, other = (run(made, [1, 1], Source(rows))[0] for rows in (clean, changed))
     assert_same(one.critics, other.critics)
     assert_same(one.params, other.params)
 
