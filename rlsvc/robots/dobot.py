@@ -27,6 +27,7 @@ from rlsvc.robots.dobot_wire import (
     IDLE,
     MAX_REPLY,
     MODES,
+    RUNNING,
     ask,
     call,
     connect_free,
@@ -41,6 +42,9 @@ GRIPPER = "gripper"
 STATE = "observation.state"
 CLOSED_ABOVE = 0.5
 ENABLE_S = 5.0
+"""Time that enabling may take."""
+SETTLE_S = 1.0
+"""Time in which an arm whose connection was lost finishes its last command."""
 
 
 class DobotDriver:
@@ -136,7 +140,7 @@ class DobotDriver:
         spec = self.spec
         where = f"Dobot at {spec.host}:{spec.dashboard_port}"
         with dashboard(spec.host, spec.dashboard_port, spec.timeout_s) as connection:
-            mode = int(ask(connection, "RobotMode()").values)
+            mode = self._mode(connection, RUNNING, SETTLE_S)
             if mode == ERROR:
                 alarms = ask(connection, "GetErrorID()").values
                 raise UserError(
@@ -147,15 +151,21 @@ class DobotDriver:
                 reply = ask(connection, "EnableRobot()")
                 if reply.error:
                     raise UserError(f"{where}: {reply}")
-                until = time.monotonic() + ENABLE_S
-                while (mode := int(ask(connection, "RobotMode()").values)) != IDLE and time.monotonic() < until:
-                    time.sleep(0.02)
+                mode = self._mode(connection, DISABLED, ENABLE_S)
             if mode != IDLE:
                 text = MODES.get(mode, "unknown")
                 how = (
                     "enable it in DobotStudio Pro or set driver.enable: true" if mode == DISABLED else "end that first"
                 )
                 raise UserError(f"{where}: the robot is {text} (mode {mode}), expected enabled and idle (5); {how}")
+
+    @staticmethod
+    def _mode(connection: socket.socket, passing: int, wait_s: float) -> int:
+        """RobotMode, as soon as it is no longer `passing`, or after so long."""
+        until = time.monotonic() + wait_s
+        while (mode := int(ask(connection, "RobotMode()").values)) == passing and time.monotonic() < until:
+            time.sleep(0.02)
+        return mode
 
     def _open(self) -> None:
         """Take the motion and the feedback port."""

@@ -12,8 +12,12 @@ from pydantic import ValidationError
 from rlsvc.algos.sac import SAC, actor_loss, critic_loss, random_subset, td_target, temperature_loss, weighted_mean
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import DatasetError, NotFoundError
+from rlsvc.core.types import EpisodeTable
 from rlsvc.data.normalize import Normalizer
+from rlsvc.data.replay_table import replay_from_table
+from rlsvc.data.sequence import mix
 from rlsvc.policies.gaussian import GaussianPolicy
+from rlsvc.spec.replay import ReplaySpec
 from rlsvc.spec.sac import GaussianPolicySpec, SACSpec
 
 FEATURES = {"observation.state": Feature((3,), "float32")}
@@ -175,17 +179,37 @@ def test_the_target_moves_by_tau(made):
     assert_same(after.target, jax.tree.map(lambda t, q: 0.75 * t + 0.25 * np.asarray(q), old.target, judges))
 
 
-def test_what_is_no_transition_changes_nothing():
+def test_what_is_no_transition_changes_nothing(made):
     """lerobot#1717, openpi#894."""
-    made = algorithm(batch_size=32)
     mask = np.arange(32)[:, None] % 2 == 0
     clean, beyond = source(mask=mask).rows, ~mask
     changed = {**clean, "reward": jnp.where(beyond, 50.0, clean["reward"])}
     changed["observation"] = {k: jnp.where(beyond[:, :, None], 9.0, x) for k, x in clean["observation"].items()}
-    update, state = jax.jit(made.update_once), initial(made)
-    one, other = (update(state, rows, KEY)[0] for rows in (clean, changed))
+    one, other = (run(made, [1, 1], Source(rows))[0] for rows in (clean, changed))
     assert_same(one.critics, other.critics)
     assert_same(one.params, other.params)
+
+
+def test_half_of_a_batch_comes_from_demonstrations(made):
+    """RLPD, section 4.1: with real replays, drawn inside the compiled update."""
+
+    def replay(seed: int):
+        rng = np.random.default_rng(seed)
+        columns = {
+            "observation.state": rng.normal(size=(40, 3)).astype(np.float32),
+            "action": rng.uniform(-1, 1, (40, 2)).astype(np.float32),
+            "reward": rng.uniform(size=40).astype(np.float32),
+        }
+        table = EpisodeTable(columns, np.array([20, 40]), 10.0, np.zeros(40, np.int32), ["swing"])
+        placed = ReplaySpec(placement="device")
+        return replay_from_table(table, observation=("observation.state",), reward="reward", spec=placed)
+
+    views = {"replay": replay(0).view(), "demonstrations": replay(1).view()}
+    both = mix(views, {"replay": 0.5, "demonstrations": 0.5})
+    assert both.sizes(made.spec.batch_size) == {"replay": 4, "demonstrations": 4}
+    state, metrics = made.update("update", initial(made), both, KEY, 1)
+    assert int(state.step) == 1
+    assert all(np.isfinite(float(value)) for value in metrics.values())
 
 
 def test_only_the_critics_move_the_encoder():

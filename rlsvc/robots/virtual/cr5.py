@@ -147,6 +147,8 @@ class VirtualCR5:
             feedback.cancel()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if isinstance(context.get("exception"), asyncio.CancelledError):
+            return  # a client that was waiting for its answer when all ended
         self._failure = context.get("exception") or RuntimeError(context["message"])
         self._down.set()
 
