@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 from rlsvc.core.errors import UserError
 from rlsvc.robots.api import Stopper, Torque
@@ -123,17 +124,16 @@ def main() -> None:
             _insist(stop_it)
 
 
-def _insist(stop: object, attempts: int = 50) -> None:
+def _insist(stop: Callable[[], None], attempts: int = 50) -> None:
     """Try until it works: the bus may be in the middle of a word."""
-    assert callable(stop)
     for attempt in range(attempts):
         try:
             stop()
             return
         except Exception as error:
-            if attempt == attempts - 1:
-                raise
-            print(f"the robot could not be stopped, again: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            if attempt in (0, attempts - 1):
+                what = "again" if attempt == 0 else f"given up after {attempts} attempts"
+                print(f"the robot could not be stopped, {what}: {error}", file=sys.stderr, flush=True)  # noqa: T201
             time.sleep(0.02)
 
 
