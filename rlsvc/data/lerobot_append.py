@@ -10,7 +10,6 @@ Letters: N steps of the episode.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib
 import json
@@ -80,6 +79,7 @@ class LeRobotAppender:
             declared[camera]["info"] = dict(about)
         try:
             root.mkdir(parents=True, exist_ok=True)
+            commit.sync(root.parent)
             self._lock = _lock(root)
         except OSError as error:
             raise DatasetError(f"{root}: cannot be written ({error.strerror})") from error
@@ -124,6 +124,10 @@ class LeRobotAppender:
         """An empty folder on the dataset's file system, for the videos of one episode; whatever was in it is lost."""
         return commit.begin(self.root)
 
+    def clear(self) -> None:
+        """Delete what `begin` began. Never raises."""
+        commit.clear(self.root)
+
     def append(
         self,
         columns: Mapping[str, np.ndarray],
@@ -165,9 +169,7 @@ class LeRobotAppender:
 
     def close(self) -> None:
         """Let another process write."""
-        with contextlib.suppress(OSError):
-            if not (self.root / commit.STAGING / commit.COMMITTED).exists():
-                commit.clear(self.root)
+        self.clear()
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -256,16 +258,17 @@ class LeRobotAppender:
             )
         meta = read_meta(self.root)
         size = int(info.get("chunks_size", CHUNKS_SIZE))
+        prefixes = {"data": "data"} | {camera: f"videos/{camera}" for camera in self.cameras}
+        columns = [f"{prefix}/{part}_index" for prefix in prefixes.values() for part in ("chunk", "file")]
         for path in sorted((self.root / "meta" / "episodes").glob("*/*.parquet")):
-            table = read_parquet(path)
-            self._schema = table.schema.remove_metadata()
             chunk, file = int(path.parent.name.removeprefix("chunk-")), int(path.stem.removeprefix("file-"))
             self._files["meta/episodes"] = chunk * size + file
-            for kind in ("data", *self.cameras):
-                prefix = f"videos/{kind}" if kind in self.cameras else kind
-                chunks, files = (table[f"{prefix}/{name}_index"].to_pylist() for name in ("chunk", "file"))
+            table = read_parquet(path, columns)
+            for kind, prefix in prefixes.items():
+                chunks, files = (table[f"{prefix}/{part}_index"].to_pylist() for part in ("chunk", "file"))
                 last = max(c * size + f for c, f in zip(chunks, files, strict=True))
                 self._files[kind] = max(self._files.get(kind, -1), last)
+        self._schema = read_parquet(path).schema.remove_metadata()
         self._info = info
         self._tasks = [meta.tasks[i] for i in range(len(meta.tasks))]
         stored = read_json(self.root / "meta" / "stats.json")

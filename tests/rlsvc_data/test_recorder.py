@@ -206,6 +206,7 @@ def test_a_disk_that_fills_with_video_ends_the_episode_and_leaves_the_others(tmp
         resource.prlimit(encoder.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         with pytest.raises(EpisodeLostError, match="disk full"):
             record(recorder, 1, 100, camera=True)
+        assert not (tmp_path / "d" / commit.STAGING).exists()
         assert recorder.num_steps == 0
         assert record(recorder, 2, camera=True) == 1
     assert seeds_in(tmp_path / "d") == [0, 2]
@@ -281,6 +282,7 @@ def test_a_camera_without_a_frame_is_named(tmp_path):
     [
         ({"action": np.zeros(3, np.float32)}, r"'action' has shape \(3,\), expected \(2,\)"),
         ({"action": np.array([1, np.nan], np.float32)}, "'action' has values that are not finite"),
+        ({"action": np.array([1, 1e300])}, "'action' has values that are not finite"),
         ({"actor": 3}, "'actor' is int, expected a text"),
         ({"action": np.array(["a", "b"])}, "'action' is <U1, expected float32"),
         ({"rewards": 1.0}, r"'rewards' is no column of this dataset \(did you mean 'reward'\?\)"),
