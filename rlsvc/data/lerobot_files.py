@@ -72,7 +72,8 @@ def like_rows(row: Mapping[str, Any], schema: Any) -> Any:
     """One row of meta/episodes with the columns and types of the rows that are there."""
     import pyarrow as pa
 
-    return pa.table({f.name: pa.array([row.get(f.name)], f.type) for f in schema}, schema=schema)
+    # LeRobot keeps the extremes of booleans and integers as such, and statistics here are floats.
+    return pa.table({f.name: pa.array([row.get(f.name)]).cast(f.type, safe=False) for f in schema}, schema=schema)
 
 
 def write_parquet(table: Any, path: Path) -> None:
