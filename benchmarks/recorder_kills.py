@@ -330,7 +330,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-store", action="store_true", help="print only")
+    parser.add_argument("--no-store", action="store_true", help="print only, as with fewer than 300 kills")
     options = parser.parse_args()
     console = Console(soft_wrap=True)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -342,7 +342,7 @@ def main() -> None:
         f"{count.acknowledged} episodes acknowledged, "
         f"{count.lost} lost or unreadable; {count.unacknowledged_there} more were there whole"
     )
-    if not options.no_store:
+    if not options.no_store and options.kills >= 300:
         write_result(
             "recorder_episodes_lost", count.lost, "count over 300 kills",
             packages=("rlsvc", "lerobot", "av", "pyarrow"), seeds=[options.seed],

@@ -8,6 +8,7 @@ what points at it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -82,8 +83,10 @@ def recover(root: Path, *, durable: bool = True) -> bool:
 
 
 def clear(root: Path) -> None:
-    """Delete what is staged and not sealed."""
-    shutil.rmtree(root / STAGING, ignore_errors=True)
+    """Delete what is staged and not sealed. Never raises."""
+    shutil.rmtree(root / STAGING / UNDER_WAY, ignore_errors=True)
+    with contextlib.suppress(OSError):  # something sealed is in it
+        (root / STAGING).rmdir()
 
 
 def sync(path: Path) -> None:

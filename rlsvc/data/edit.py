@@ -9,6 +9,7 @@ Letters: N steps of a cut.
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from rlsvc.data.episode_stats import FeatureStats, image_stats
 from rlsvc.data.lerobot import LeRobotSource
 from rlsvc.data.lerobot_append import LeRobotAppender
 from rlsvc.data.lerobot_columns import differences
+from rlsvc.data.lerobot_files import lock_folder
 from rlsvc.data.lerobot_write import refuse_in_the_way, replace_folder
 from rlsvc.data.recorder import OUTCOMES
 from rlsvc.data.video_cut import FrameReader, cut_video
@@ -148,6 +150,7 @@ def write_cuts(
 
     Raises:
         DatasetError: something is in the way, nothing is left, a source is damaged, or the disk is full.
+        BusyError: somebody records into the dataset that is to be replaced.
     """
     refuse_in_the_way(path, overwrite)
     if not cuts:
@@ -162,6 +165,8 @@ def write_cuts(
             )
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Nothing is to be recorded into what is replaced.
+    lock = lock_folder(path) if path.exists() else None
     try:
         written = _write(cuts, temporary, on_episode)
         replace_folder(temporary, path)
@@ -171,6 +176,8 @@ def write_cuts(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
     return written
 
 

@@ -28,6 +28,9 @@ NICENESS = 10
 DEADLINE_S = 30.0
 """An encoder that gives no sign of life for this long is given up."""
 
+MOST_SLOTS = 2000
+"""So many commands fit into a pipe whose reader hangs: more would make `put` wait."""
+
 
 class EncoderBehindError(Exception):
     """The memory for frames that wait for the encoder is full."""
@@ -46,7 +49,7 @@ class Encoder:
         Args:
             shape: of the images, (H, W, 3).
             fps: frames a second.
-            slots: most frames that may wait.
+            slots: most frames that may wait, up to MOST_SLOTS.
         """
         self._shape, self._fps, self._slots = shape, fps, slots
         self._memory = os.memfd_create("frames", os.MFD_CLOEXEC)

@@ -20,7 +20,7 @@ import numpy as np
 
 from rlsvc.core.contract import TEXT, Feature
 from rlsvc.core.errors import DatasetError, UserError, nearest
-from rlsvc.data.encoder import Encoder, EncoderBehindError
+from rlsvc.data.encoder import MOST_SLOTS, Encoder, EncoderBehindError
 from rlsvc.data.episode_stats import image_stats
 from rlsvc.data.lerobot_append import LeRobotAppender
 from rlsvc.data.video import count_frames
@@ -116,12 +116,18 @@ class Recorder:
         self._given = {k: f for k, f in features.items() if k not in ("next.done", "next.success", "capture_time")}
         self._timeout = camera_timeout_s
         frame_bytes = sum(int(np.prod(features[camera].shape)) for camera in self._dataset.cameras)
-        self._slots = max(2, queue_mb * 2**20 // max(frame_bytes, 1))
-        self._encoders = {c: Encoder(features[c].shape, fps, self._slots) for c in self._dataset.cameras}
+        self._slots = min(max(2, queue_mb * 2**20 // max(frame_bytes, 1)), MOST_SLOTS)
         self._encoding = False
         self._steps: list[dict[str, Any]] = []
         self._stamps: list[list[float]] = []
         self._lost: CameraLostError | None = None
+        self._encoders: dict[str, Encoder] = {}
+        try:
+            for camera in self._dataset.cameras:
+                self._encoders[camera] = Encoder(features[camera].shape, fps, self._slots)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         """Itself; closed at the end."""
@@ -238,6 +244,7 @@ class Recorder:
         if self._encoding:
             for encoder in self._encoders.values():
                 encoder.abort()
+        self._dataset.clear()
         self._forget()
 
     def close(self) -> None:
@@ -302,9 +309,13 @@ class Recorder:
             raise DatasetError(f"{where} is {value.dtype}, expected uint8 in [0, 255]")
         if not np.can_cast(value.dtype, dtype, "same_kind"):
             raise DatasetError(f"{where} is {value.dtype}, expected {dtype}")
-        if value.dtype.kind == "f" and not np.isfinite(value).all():
+        if feature.is_image:
+            return value
+        with np.errstate(over="ignore"):
+            stored = value.reshape(feature.shape).astype(dtype)
+        if dtype.kind == "f" and not np.isfinite(stored).all():
             raise DatasetError(f"{where} has values that are not finite: {value.tolist()}")
-        return value if feature.is_image else value.reshape(feature.shape).astype(dtype)
+        return stored
 
     def _columns(self, outcome: Outcome) -> dict[str, np.ndarray]:
         columns: dict[str, np.ndarray] = {}

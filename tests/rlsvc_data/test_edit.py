@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 
 import av
@@ -9,9 +10,9 @@ from typer.testing import CliRunner
 from videos import write_numbered_video
 
 from rlsvc.cli import app
-from rlsvc.core.errors import DatasetError
+from rlsvc.core.errors import BusyError, DatasetError
 from rlsvc.data.check import check_path
-from rlsvc.data.edit import all_cuts, open_lerobot, parts_of, write_cuts
+from rlsvc.data.edit import Written, all_cuts, open_lerobot, parts_of, write_cuts
 from rlsvc.data.video import decode_frames
 from rlsvc.data.video_cut import FrameReader, cut_video
 
@@ -119,6 +120,29 @@ def test_a_dataset_is_replaced_in_place_only_when_asked(recorded, tmp_path):
         run("relabel", tmp_path / "d", tmp_path / "d", "--task", "new")
     run("relabel", tmp_path / "d", tmp_path / "d", "--task", "new", "--overwrite")
     assert load(tmp_path / "d").tasks == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_dataset_is_replaced_in_one_step(recorded, tmp_path, monkeypatch):
+    run("split", recorded, tmp_path, "--part", "d=0-1")
+    inode = (tmp_path / "d").stat().st_ino
+    monkeypatch.delattr("pathlib.Path.rename")  # moving the old one away first would leave a moment without either
+    with pytest.raises(AttributeError):
+        (tmp_path / "d").rename(tmp_path / "e")
+    monkeypatch.setattr("rlsvc.data.edit._write", lambda cuts, root, _: shutil.copytree(recorded, root) and Written())
+    write_cuts(all_cuts(open_lerobot(tmp_path / "d")), tmp_path / "d", overwrite=True)
+    assert (tmp_path / "d").stat().st_ino != inode
+    assert seeds_in(tmp_path / "d") == [0, 1, 2]
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_dataset_that_is_being_recorded_is_not_replaced(recorded, tmp_path):
+    run("split", recorded, tmp_path, "--part", "d=0-1")
+    with (
+        open_recorder(tmp_path / "d", camera=True),
+        pytest.raises(BusyError, match="another process is recording into this dataset"),
+    ):
+        run("relabel", tmp_path / "d", tmp_path / "d", "--task", "new", "--overwrite")
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 

@@ -206,6 +206,7 @@ def test_a_disk_that_fills_with_video_ends_the_episode_and_leaves_the_others(tmp
         resource.prlimit(encoder.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         with pytest.raises(EpisodeLostError, match="disk full"):
             record(recorder, 1, 100, camera=True)
+        assert not (tmp_path / "d" / commit.STAGING).exists()
         assert recorder.num_steps == 0
         assert record(recorder, 2, camera=True) == 1
     assert seeds_in(tmp_path / "d") == [0, 2]
@@ -281,6 +282,7 @@ def test_a_camera_without_a_frame_is_named(tmp_path):
     [
         ({"action": np.zeros(3, np.float32)}, r"'action' has shape \(3,\), expected \(2,\)"),
         ({"action": np.array([1, np.nan], np.float32)}, "'action' has values that are not finite"),
+        ({"action": np.array([1, 1e300])}, "'action' has values that are not finite"),
         ({"actor": 3}, "'actor' is int, expected a text"),
         ({"action": np.array(["a", "b"])}, "'action' is <U1, expected float32"),
         ({"rewards": 1.0}, r"'rewards' is no column of this dataset \(did you mean 'reward'\?\)"),
@@ -383,3 +385,31 @@ def test_the_recorder_goes_on_in_a_dataset_that_lerobot_wrote(tmp_path, lerobot_
     assert len(dataset) == 12
     assert [int(dataset[i]["observation.state"][0]) for i in range(12)] == [0] * 4 + [1] * 4 + [2] * 4
     assert seeds_in(tmp_path / "theirs", tolerance=12) == [0, 1, 2]  # AV1 by LeRobot's defaults is coarser
+
+
+def test_many_episodes_are_described_in_few_files_and_lerobot_goes_on_from_there(
+    tmp_path, lerobot_dataset, monkeypatch
+):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    monkeypatch.setattr("rlsvc.data.lerobot_append.ROWS_PER_FILE", 2)
+    for seeds in ((0, 1, 2), (3, 4)):
+        with open_recorder(tmp_path / "d") as recorder:
+            for seed in seeds:
+                record(recorder, seed)
+    described = sorted((tmp_path / "d/meta/episodes").glob("*/*.parquet"))
+    assert [path.name for path in described] == ["file-000.parquet", "file-001.parquet", "file-002.parquet"]
+    theirs = LeRobotDataset.resume("local/test", root=tmp_path / "d")
+    step = step_of(5, 0)
+    row = {key: np.atleast_1d(value) if not isinstance(value, str) else value for key, value in step.items()}
+    row |= {"reward": np.zeros(1, np.float32), "capture_time": np.zeros(1, np.float32), "task": "task 1"}
+    theirs.add_frame(row | {"next.done": np.array([True]), "next.success": np.array([True])})
+    theirs.save_episode()
+    theirs.finalize()
+    with open_recorder(tmp_path / "d") as recorder:
+        assert record(recorder, 6) == 6
+    dataset = lerobot_dataset(tmp_path / "d")
+    assert dataset.meta.episodes["length"] == [4] * 5 + [1, 4]
+    seeds = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [5] + [6] * 4
+    assert [int(dataset[i]["action"][0]) for i in range(25)] == seeds
+    assert seeds_in(tmp_path / "d") == [0, 1, 2, 3, 4, 5, 6]
