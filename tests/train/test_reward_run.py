@@ -47,8 +47,8 @@ def words_of(root: Path, data: Path, *overrides: str) -> list[str]:
     return [
         "experiment=reward_classifier", f"root={root}", f"data.datasets=[{{path: {data}}}]", "algo.label=on_the_right",
         "policy.vision={crop: null, width: 8, keypoints: 8}", "policy.hidden=[32]", "algo.batch_size=16",
-        "algo.learning_rate=2e-3", "algo.schedule.warmup_steps=10", "algo.threshold=0.8", "total_steps=100",
-        "learner.updates_per_call=20", "log_interval=50", "checkpoint.interval=100", "tracking.trackers=[]", *overrides,
+        "algo.learning_rate=3e-3", "algo.ema=null", "algo.schedule.warmup_steps=10", "algo.threshold=0.8", "total_steps=60",
+        "learner.updates_per_call=10", "log_interval=60", "checkpoint.interval=60", "tracking.trackers=[]", *overrides,
     ]  # fmt: skip
 
 
