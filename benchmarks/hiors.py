@@ -127,6 +127,7 @@ def one_seed(seed: int, args: argparse.Namespace, root: Path) -> Run:
     where = "data.datasets.0.path="
     spec = compose([*words, "name=hiors", f"{where}{few}"])
     assert spec.env is not None
+    assert spec.env.import_module is not None, "the experiment names no module with the script's demonstrations"
     make = importlib.import_module(spec.env.import_module).demonstrations
     steps = write_demonstrations(make, args.demonstrations, 1000 + seed, few)
     budget = sum(phase.length for phase in spec.curriculum if phase.type == "online")
