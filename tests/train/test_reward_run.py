@@ -1,9 +1,10 @@
-"""A reward classifier's run: it learns from rendered images, is calibrated, and rewards rollouts."""
+"""A reward classifier: its run, its calibration in the bundle, and rollouts that are rewarded by it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,110 +13,79 @@ from rlsvc.core.errors import BundleError, ContractError, SpecError
 from rlsvc.core.types import REWARD_SOURCE, REWARD_SOURCES
 from rlsvc.data.normalize import Normalizer
 from rlsvc.envs.make import make_env
-from rlsvc.policies import make_policy
+from rlsvc.nn.params import flatten_params
+from rlsvc.policies import make_classifier, make_policy
 from rlsvc.spec.compose import compose
 from rlsvc.spec.env import GymnasiumSpec
-from rlsvc.spec.reward_classifier import RewardSourceSpec
+from rlsvc.spec.reward_classifier import RewardClassifierSpec, RewardSourceSpec
 from rlsvc.store.bundle import read_bundle, write_bundle
+from rlsvc.train.calibration import CALIBRATION, Calibration, to_bytes
 from rlsvc.train.reward import ClassifierReward, RewardRunner
 from rlsvc.train.rollout_worker import Acting, RolloutWorker
 from rlsvc.train.run import train
 
-GOALS = GymnasiumSpec(id="rlsvc/TwoGoals-v0", import_module="rlsvc.envs.two_goals", kwargs={"size": 64}, max_steps=12)
-PUSHT = Path(__file__).resolve().parents[1] / "data" / "pusht" / "pusht_first1.zarr"
-
-
-def labelled(episodes: int) -> dict[str, np.ndarray]:
-    """Images of a point on the left and on the right, eight to an episode: the task is done on the right."""
-    rng = np.random.default_rng(0)
-    env = make_env(GOALS)
-    images, right = [], []
-    for _ in range(episodes):
-        env.reset(seed=int(rng.integers(2**31)))
-        inner = env.env.unwrapped
-        for i in range(8):
-            inner.point = np.array([rng.uniform(0.6, 1.0) if i % 2 else rng.uniform(0.0, 0.4), rng.uniform(0, 1)])
-            images.append(inner.render())
-            right.append(i % 2)
-    return {
-        "observation.image": np.stack(images), "action": np.zeros((len(right), 2), np.float32),
-        "on_the_right": np.asarray(right), "episode_ends": 8 * np.arange(1, episodes + 1), "fps": np.asarray(10.0),
-    }  # fmt: skip
-
-
-def words_of(root: Path, data: Path, *overrides: str) -> list[str]:
-    return [
-        "experiment=reward_classifier", f"root={root}", f"data.datasets=[{{path: {data}}}]", "algo.label=on_the_right",
-        "policy.vision={crop: null, width: 8, keypoints: 8}", "policy.hidden=[32]", "algo.batch_size=16",
-        "algo.learning_rate=3e-3", "algo.ema=null", "algo.schedule.warmup_steps=10", "algo.threshold=0.8", "total_steps=60",
-        "learner.updates_per_call=10", "log_interval=60", "checkpoint.interval=60", "tracking.trackers=[]", *overrides,
-    ]  # fmt: skip
+GOALS = GymnasiumSpec(id="rlsvc/TwoGoals-v0", import_module="rlsvc.envs.two_goals", kwargs={"size": 24}, max_steps=12)
+STILL = np.zeros(2, np.float32)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory):
-    root = tmp_path_factory.mktemp("reward")
-    np.savez(root / "goals.npz", **labelled(40))
-    return train(compose(words_of(root, root / "goals.npz")), local=True)
-
-
-def test_it_learns_to_see_that_the_task_is_done_and_says_how_far_it_is_to_be_trusted(trained):
-    assert trained.metrics["validation/accuracy"] > 0.9
-    assert trained.metrics["validation/calibration_precision"] > 0.7
-    runner = RewardRunner(trained.bundle, device="cpu")
-    found = runner.calibration
-    assert found.threshold == 0.8
-    assert found.episodes == 8
-    assert found.precision_low <= found.precision <= found.precision_high
-    assert found.loss <= found.loss_before + 1e-6
-    data = labelled(40)
-    p = runner.probabilities({"observation.image": data["observation.image"][:16]})
-    assert p.shape == (16, 2)
-    np.testing.assert_allclose(p.sum(1), 1, rtol=1e-5)
-    np.testing.assert_allclose(runner.progress({"observation.image": data["observation.image"][:16]}), p[:, 1])
-
-
-def test_rollouts_are_rewarded_and_ended_by_it_and_say_so(trained):
-    env = ClassifierReward(make_env(GOALS), RewardSourceSpec(classifier="x"), RewardRunner(trained.bundle))
-    env.reset(seed=1)
-    inner = env.env.env.unwrapped
-    inner.point = np.array([0.1, 0.5])
-    inner.goals = np.array([[0.5, 0.1], [0.5, 0.9]])
-    _, reward, terminated, _, info = env.step(np.zeros(2, np.float32))
-    assert (reward, terminated, info["is_success"]) == (0.0, False, False)
-    inner.point = np.array([0.9, 0.5])  # on no disc, so that the environment gives nothing for it
-    _, reward, terminated, truncated, info = env.step(np.zeros(2, np.float32))
-    assert (reward, terminated, truncated, info["is_success"]) == (1.0, True, False, True)
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of a classifier that has learned nothing: it gives both classes one half; its threshold is 0.4."""
     contract = make_env(GOALS).contract()
-    acting = Acting(
-        {}, contract, Normalizer.identity({}), "fp32", reward=RewardSourceSpec(classifier=str(trained.bundle))
+    seen = Contract({"observation.image": contract.observation["observation.image"]}, contract.action, 10.0, 1, 0)
+    fields = {"vision": {"crop": None, "width": 8, "keypoints": 8}, "hidden": [16]}
+    spec = RewardClassifierSpec.model_validate(fields).model_dump(mode="json")
+    found = Calibration(1.0, 0.4, 1.0, 0.5, 1.0, 1.0, 3, 3, 0.1, 0.2)
+    return write_bundle(
+        tmp_path_factory.mktemp("untrained") / "bundle",
+        policy=spec,
+        contract=seen,
+        normalizer=Normalizer.identity({**seen.observation, "action": seen.action}),
+        params=flatten_params(make_classifier(spec, seen).init(jax.random.key(0))),
+        files={CALIBRATION: to_bytes(found)},
     )
-    worker = RolloutWorker(GOALS, acting, worker=0, num_envs=1, seed=0)
-    chunk = worker.collect(30, "random")
+
+
+@pytest.mark.parametrize(("threshold", "done"), [(None, True), (0.6, False)])
+def test_a_step_is_rewarded_and_ends_the_episode_where_the_probability_reaches_the_threshold(
+    untrained, threshold, done
+):
+    source = RewardSourceSpec(classifier="x", threshold=threshold)
+    env = ClassifierReward(make_env(GOALS), source, RewardRunner(untrained, device="cpu"))
+    env.reset(seed=0)
+    _, reward, terminated, truncated, info = env.step(STILL)
+    assert (reward, terminated, truncated, info["is_success"]) == (float(done), done, False, done)
+    assert info["success_probability"] == pytest.approx(0.5)
+    assert REWARD_SOURCES[info[REWARD_SOURCE]] == "classifier"
+
+
+def test_so_many_observations_in_a_row_have_to_say_so(untrained):
+    source = RewardSourceSpec(classifier="x", consecutive=2)
+    env = ClassifierReward(make_env(GOALS), source, RewardRunner(untrained, device="cpu"))
+    for seed in range(2):
+        env.reset(seed=seed)
+        assert [env.step(STILL)[2] for _ in range(2)] == [False, True]
+
+
+def test_a_rollout_worker_s_rewards_and_successes_are_the_classifier_s(untrained):
+    reward = RewardSourceSpec(classifier=str(untrained), consecutive=3)
+    acting = Acting({}, make_env(GOALS).contract(), Normalizer.identity({}), "fp32", reward=reward)
+    chunk = RolloutWorker(GOALS, acting, worker=0, num_envs=2, seed=0).collect(9, "random")
+    assert chunk.ended["length"].tolist() == [3] * 6
+    assert chunk.ended["success"].all()
     real = ~chunk.columns["is_last"]
+    assert chunk.columns["reward"][real].tolist() == [0, 0, 1] * 6
     assert set(chunk.columns[REWARD_SOURCE][real].tolist()) == {REWARD_SOURCES.index("classifier")}
-    assert set(chunk.columns["reward"].tolist()) <= {0.0, 1.0}
-    np.testing.assert_array_equal(chunk.ended["return"] > 0, chunk.ended["success"])
 
 
-def test_so_many_observations_in_a_row_have_to_say_so(trained):
-    spec = RewardSourceSpec(classifier="x", consecutive=2, threshold=0.01)
-    env = ClassifierReward(make_env(GOALS), spec, RewardRunner(trained.bundle))
-    env._threshold = 0.0
-    env.reset(seed=1)
-    assert [env.step(np.zeros(2, np.float32))[2] for _ in range(2)] == [False, True]
-    env.reset(seed=1)
-    assert not env.step(np.zeros(2, np.float32))[2]
-
-
-def test_what_does_not_fit_is_refused_by_name(trained, tmp_path):
-    runner = RewardRunner(trained.bundle)
+def test_what_does_not_fit_is_refused_by_name(untrained, tmp_path):
+    runner = RewardRunner(untrained, device="cpu")
     other = Contract({"observation.image": Feature((48, 48, 3), "uint8")}, Feature((2,), "float32"), 10.0)
     with pytest.raises(ContractError, match=r"'observation\.image' is uint8 \(48, 48, 3\) in the environment"):
         runner.check(other)
     with pytest.raises(ContractError, match=r"the classifier sees 'observation\.image', the environment gives: x"):
         runner.check(Contract({"x": Feature((1,), "float32")}, Feature((2,), "float32"), 10.0))
-    made = read_bundle(trained.bundle)
+    made = read_bundle(untrained)
     with pytest.raises(ContractError, match=r"'reward_classifier' says what is rewarded and does not act"):
         make_policy(made.policy, made.contract)
     bare = write_bundle(
@@ -124,26 +94,40 @@ def test_what_does_not_fit_is_refused_by_name(trained, tmp_path):
     with pytest.raises(BundleError, match=r"it has no calibration\.json"):
         RewardRunner(bare)
     with pytest.raises(SpecError, match=r"data\.validation_fraction: a reward classifier is calibrated"):
-        compose(words_of(tmp_path, tmp_path / "x.npz", "data.validation_fraction=0"))
+        compose(["experiment=reward_classifier", "data.validation_fraction=0"])
 
 
 @pytest.mark.slow
-def test_it_trains_on_the_images_of_pusht(tmp_path):
-    """Real images: one human demonstration, cut in two so that one part can be held back."""
-    from rlsvc.data.load import load_table
-    from rlsvc.spec.data import DatasetSpec
-
-    table = load_table(DatasetSpec(path=str(PUSHT)), ["observation.image", "action"])
-    half = table.num_steps // 2
+def test_a_run_learns_and_its_bundle_says_how_far_it_is_to_be_trusted(tmp_path):
+    """From images and a state that gives it away: what is tested is the way from labels to a calibrated bundle."""
+    rng = np.random.default_rng(0)
+    side = np.tile([0, 1], 60)
     np.savez(
-        tmp_path / "halves.npz", **table.columns, episode_ends=np.array([half, table.num_steps]), fps=np.asarray(10.0),
-        success=np.repeat([0, 1], [half, table.num_steps - half]),
-    )  # fmt: skip
-    words = words_of(
-        tmp_path, tmp_path / "halves.npz", "algo.label=null", "data.success=success", "data.validation_fraction=0.5",
-        "policy.vision={crop: [84, 84], width: 8, keypoints: 8}", "total_steps=20", "log_interval=20",
-        "checkpoint.interval=20",
-    )  # fmt: skip
+        tmp_path / "sides.npz",
+        **{
+            "observation.image": rng.integers(0, 256, (120, 24, 24, 3), np.uint8),
+            "observation.state": (2 * side - 1 + rng.normal(0, 0.1, 120)).astype(np.float32)[:, None],
+            "action": np.zeros((120, 2), np.float32),
+            "side": side,
+        },
+        episode_ends=np.arange(6, 121, 6),
+        fps=np.asarray(10.0),
+    )
+    words = [
+        "experiment=reward_classifier", f"root={tmp_path}", f"data.datasets=[{{path: {tmp_path / 'sides.npz'}}}]",
+        "data.observation=[observation.image, observation.state]", "algo.label=side", "algo.learning_rate=1e-2",
+        "policy.vision={crop: null, width: 8, keypoints: 4}", "policy.hidden=[16]", "algo.batch_size=16",
+        "algo.ema=null", "algo.schedule.warmup_steps=5", "algo.threshold=0.8", "total_steps=40", "log_interval=20",
+        "learner.updates_per_call=5", "checkpoint.interval=40", "tracking.trackers=[]",
+    ]  # fmt: skip
     result = train(compose(words), local=True)
-    assert np.isfinite(result.metrics["validation/loss"])
-    assert RewardRunner(result.bundle, device="cpu").contract.observation["observation.image"].shape == (96, 96, 3)
+    assert result.metrics["validation/accuracy"] > 0.9
+    runner = RewardRunner(result.bundle, device="cpu")
+    found = runner.calibration
+    assert (found.threshold, found.episodes) == (0.8, 4)
+    assert found.precision == result.metrics["validation/calibration_precision"]
+    assert found.precision_low <= found.precision <= found.precision_high
+    assert found.loss <= found.loss_before + 1e-6
+    seen = {"observation.image": np.zeros((2, 24, 24, 3), np.uint8), "observation.state": np.float32([[-1], [1]])}
+    assert (runner.probabilities(seen)[:, 1] > 0.5).tolist() == [False, True]
+    np.testing.assert_allclose(runner.progress(seen), runner.probabilities(seen)[:, 1], rtol=1e-6)
