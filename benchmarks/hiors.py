@@ -92,10 +92,7 @@ def quarters(journal_dir: Path) -> list[float]:
 
     with Journal(journal_dir, read_only=True) as journal:
         acted = [chunk.columns["intervention"][~chunk.columns["is_last"]] for chunk in journal.read()]
-    sizes = np.array([len(part) for part in acted])
-    shares = np.array([part.mean() for part in acted])
-    quarter = 4 * (np.cumsum(sizes) - sizes) // sizes.sum()
-    return [float(np.average(shares[quarter == q], weights=sizes[quarter == q])) for q in range(4)]
+    return [float(part.mean()) for part in np.array_split(np.concatenate(acted), 4)]
 
 
 def judge(bundle: Path, spec: Any, episodes: int) -> Judged:
@@ -130,6 +127,7 @@ def one_seed(seed: int, args: argparse.Namespace, root: Path) -> Run:
     where = "data.datasets.0.path="
     spec = compose([*words, "name=hiors", f"{where}{few}"])
     assert spec.env is not None
+    assert spec.env.import_module is not None, "the experiment names no module with the script's demonstrations"
     make = importlib.import_module(spec.env.import_module).demonstrations
     steps = write_demonstrations(make, args.demonstrations, 1000 + seed, few)
     budget = sum(phase.length for phase in spec.curriculum if phase.type == "online")
@@ -145,6 +143,7 @@ def one_seed(seed: int, args: argparse.Namespace, root: Path) -> Run:
         return this, run_dir(this) / "bundles" / str(result.step)
 
     hiors_spec, hiors_bundle = trained("hiors", few)
+    offline_steps = sum(phase.length for phase in hiors_spec.curriculum if phase.type == "offline")
     updates = sum(phase.num_updates for phase in hiors_spec.curriculum)
     offline = f"{{name: bc, type: offline, buffer: demonstrations, hooks: {{update: 1}}, duration_updates: {updates}}}"
     bc_words = [f"phases=[{offline}]", "algo.name=imitation", "rollout.stand_in=null", "evaluation.interval=null"]
@@ -156,9 +155,9 @@ def one_seed(seed: int, args: argparse.Namespace, root: Path) -> Run:
         bc_more=judge(trained("bc_more", more, *bc_words)[1], spec, args.episodes),
         demonstrations=count,
         curve=[
-            (int(row["progress/env_steps"]), row["eval/success"])
+            (int(row["step"]) - offline_steps, row["eval/success"])
             for row in logged
-            if "eval/success" in row and "progress/env_steps" in row
+            if "eval/success" in row and row["step"] >= offline_steps
         ],
         control=quarters(run_dir(hiors_spec) / "journal"),
         accepted=next(row["train/accepted_share"] for row in reversed(logged) if "train/accepted_share" in row),

@@ -28,7 +28,9 @@ from rlsvc.data.normalize import Normalizer
 from rlsvc.data.windows import Batch, Windows, batches_from_host
 from rlsvc.nn.params import leaf_names
 from rlsvc.policies.api import AdaptedPolicy, Judge, Params, SupervisedPolicy, normalize_observation
-from rlsvc.spec.imitation import SupervisedSpec
+from rlsvc.spec.hiors import HiORSSpec
+from rlsvc.spec.imitation import ImitationSpec
+from rlsvc.spec.reward_classifier import RewardLearningSpec
 from rlsvc.spec.value_function import ValueFunctionSpec
 
 
@@ -81,7 +83,7 @@ class Imitation:
         self,
         policy: SupervisedPolicy | Judge,
         normalizer: Normalizer,
-        spec: SupervisedSpec | ValueFunctionSpec,
+        spec: ImitationSpec | HiORSSpec | RewardLearningSpec | ValueFunctionSpec,
         *,
         total_steps: int,
         batch_sharding: NamedSharding | None = None,

@@ -26,7 +26,7 @@ SUBSTEPS = 5
 
 
 class PlanarPush(gymnasium.Env):
-    """Observation [6] float32: the places of point, disc and mark in [0, 1].
+    """Observation [6] float32: the point's place in [0, 1], the way from it to the disc, and from the disc to the mark.
 
     Action: [2] in [-1, 1], moves the point by up to 0.05 a side and step; the disc gives way along the line between
     their centres. The episode terminates with reward 1 and `is_success` when the disc is within 0.06 of the mark, and
@@ -37,7 +37,7 @@ class PlanarPush(gymnasium.Env):
 
     def __init__(self, size: int = 96, max_steps: int = MAX_STEPS, render_mode: str | None = "rgb_array") -> None:
         self.size, self.max_steps, self.render_mode = size, max_steps, render_mode
-        self.observation_space = spaces.Box(0, 1, (6,), np.float32)
+        self.observation_space = spaces.Box(-1, 1, (6,), np.float32)
         self.action_space = spaces.Box(-1, 1, (2,), np.float32)
         axis = (np.arange(size) + 0.5) / size
         self._grid = np.stack(np.meshgrid(axis, axis), axis=-1)
@@ -100,7 +100,7 @@ class PlanarPush(gymnasium.Env):
         return image
 
     def _observation(self) -> np.ndarray:
-        return np.concatenate([self.point, self.disc, self.mark]).astype(np.float32)
+        return np.concatenate([self.point, self.disc - self.point, self.mark - self.disc]).astype(np.float32)
 
 
 def demonstrations(episodes: int, seed: int = 0, noise: float = 0.1) -> dict[str, np.ndarray]:

@@ -26,10 +26,10 @@ def test_cross_entropy_is_in_nats():
 def test_precision_counts_episodes_by_the_first_time_they_are_called_done():
     logits = np.array(
         [
-            *[HALF, HALF, SURE],  # called done when it is
-            *[SURE, HALF, SURE],  # called done too early
-            *[HALF, HALF, HALF],  # never called done, though it was
-            *[HALF, HALF],  # never called done, and it was not
+            *(HALF, HALF, SURE),  # called done when it is
+            *(SURE, HALF, SURE),  # called done too early
+            *(HALF, HALF, HALF),  # never called done, though it was
+            *(HALF, HALF),  # never called done, and it was not
         ],
         np.float32,
     )
