@@ -196,7 +196,7 @@ def test_several_ranks_and_rollout_actors_make_a_run_together(make_hiors, words)
     [
         (["data=null", "phases.0.buffer=replay"], r"phase 'warm': buffer replay is still empty"),
         (["data.placement=device"], r"data\.placement: got device, expected auto or host: hiors"),
-        (["env.isolation=process"], r"rollout\.stand_in: it acts in the simulator itself"),
+        (["env.isolation=process"], r"rollout\.stand_in: it stands beside the simulator"),
         (["algo={name: imitation}"], r"phase 'online': imitation learns from demonstrations"),
     ],
 )
