@@ -26,7 +26,8 @@ def write_learning_curve(metrics: Path, path: Path, title: str, *, returns: bool
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read_metrics(metrics)
+    # A run that is stopped before its first log has no file.
+    rows = read_metrics(metrics) if metrics.exists() else []
     panels = [
         [name for name in names if any(name in row for row in rows)]
         for names in (LOSSES, RETURNS if returns else SCORES)
