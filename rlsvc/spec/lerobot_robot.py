@@ -18,6 +18,7 @@ class SO101Spec(Spec):
     """
 
     name: Literal["so101", "so100"] = "so101"
+    """Which of the two; LeRobot drives them alike."""
     port: str
     """Serial port of the arm, "/dev/ttyACM0"; `lerobot-find-port` finds it."""
     id: str = Field(min_length=1)
@@ -30,6 +31,7 @@ class SO101Spec(Spec):
     use_degrees: bool = True
     """False: joints in -100 to 100 of their range, as datasets of before LeRobot 0.5 have them."""
     watch: CameraWatchSpec = CameraWatchSpec()
+    """When a camera counts as lost."""
 
     @model_validator(mode="after")
     def _cameras_have_types(self) -> Self:
@@ -66,6 +68,7 @@ class LeRobotSpec(Spec):
     """A robot whose motors are not on a Feetech bus can be stopped only by the process that drives it: when that one is
     killed or hangs, nothing stops the robot but its emergency stop. It is refused unless this is true."""
     watch: CameraWatchSpec = CameraWatchSpec()
+    """When a camera counts as lost."""
 
     @model_validator(mode="after")
     def _torque_is_the_guards(self) -> Self:

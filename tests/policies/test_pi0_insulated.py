@@ -201,7 +201,7 @@ def run_spec(root: Path, action_tokenizer: str = "{fit: {vocab_size: 256}}") -> 
         "policy.backbone={width: 16, depth: 1, mlp_dim: 32, heads: 2, kv_heads: 1, head_dim: 8}",
         "policy.expert={width: 12, depth: 1, mlp_dim: 24, heads: 2, kv_heads: 1, head_dim: 8}",
         "policy.tokenizer.action_tokens=256", f"policy.insulate={{action_tokenizer: {action_tokenizer}}}",
-        "policy.insulate.max_action_tokens=40", "algo.batch_size=8", "algo.learning_rate=1e-2",
+        "policy.insulate.max_action_tokens=40", "policy.horizon=8", "algo.batch_size=8", "algo.learning_rate=1e-2",
         "algo.schedule.warmup_steps=0", "total_steps=40", "learner.updates_per_call=20", "log_interval=20",
         "checkpoint.interval=40", "tracking.trackers=[]", "data.validation_fraction=0", "policy.sample_steps=2",
     ])  # fmt: skip

@@ -191,11 +191,12 @@ def test_a_state_without_the_position_of_an_action_is_refused(arm):
 
 
 DRIVES = """
-import sys, time
+import signal, sys, time
 from fake_arm import FakeArm
 from pathlib import Path
 from test_guarded import SPEC
 from rlsvc.robots.guarded import GuardedRobot
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run behind a shell
 with GuardedRobot({name!r}, FakeArm(Path(sys.argv[1])), SPEC, rate_hz=20.0) as robot:
     robot.start()
     token = robot.lease.take("policy", is_person=False).token

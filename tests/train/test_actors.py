@@ -102,6 +102,7 @@ def test_an_inference_actor_that_dies_is_replaced_with_its_bundle_and_the_result
     assert rewards(found) == rewards(reference)
 
 
+@pytest.mark.slow
 def test_an_inference_actor_that_dies_over_a_bundle_twice_is_one_clear_message(ray_cluster):
     inference = RayInference((3,))
 

@@ -29,6 +29,7 @@ def calls(folder: Path) -> list[str]:
     return (folder / "calls.log").read_text().split()
 
 
+@pytest.mark.slow
 def test_trials_run_in_other_processes_from_the_spec_and_the_best_one_is_found(ray_cluster, base, tmp_path):
     def train(run, on_metrics):
         import os

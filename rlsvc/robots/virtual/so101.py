@@ -206,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--size: got '{given.size}', expected WIDTHxHEIGHT, such as 640x480")
     views = {name: View(name, width, height, given.fps) for name in names}
     sys.setswitchinterval(0.0005)  # a servo answers at once, whatever the cameras do
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):  # also where a shell that put it behind had it ignore Ctrl-C
+        signal.signal(number, lambda *_: sys.exit(0))
     with VirtualSO101(views, not given.uncalibrated, given.seed, given.http_port) as arm:
         if given.id and arm.calibration:
             write_calibration(_calibration_file(given.calibration_dir, given.id, given.leader), arm.calibration)
