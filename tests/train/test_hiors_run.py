@@ -157,7 +157,7 @@ def test_pi0_learns_from_accepted_episodes_with_their_prompts(tmp_path):
     np.savez(tmp_path / "two_goals.npz", **two_goals.demonstrations(4))
     words = [
         "experiment=hiors_two_goals", f"root={tmp_path}", f"data.datasets.0.path={tmp_path / 'two_goals.npz'}",
-        "policy.vision={width: 16, depth: 1, mlp_dim: 32, heads: 2, patch: 16}",
+        "policy.vision={width: 16, depth: 1, mlp_dim: 32, heads: 2, patch: 8}",
         "policy.backbone={width: 16, depth: 1, mlp_dim: 32, heads: 2, head_dim: 8}",
         "policy.expert={width: 16, depth: 1, mlp_dim: 32, heads: 2, head_dim: 8}", "policy.sample_steps=2",
         "algo.batch_size=4", "rollout.envs_per_worker=2", "rollout.chunk_steps=20",
