@@ -23,14 +23,14 @@ import numpy as np
 from common import load_of_others, percentile_interval, write_result
 from websockets.sync.client import connect
 
+from rlsvc.robots.console.app import ConsoleServer
+from rlsvc.robots.console.hub import ConsoleHub
 from rlsvc.robots.drivers import make_driver
 from rlsvc.robots.guarded import GuardedRobot
 from rlsvc.robots.handover import Planned
 from rlsvc.robots.operator import Jog, Operator
 from rlsvc.robots.station import Station
 from rlsvc.robots.virtual.so101 import start
-from rlsvc.serve.console.app import ConsoleServer
-from rlsvc.serve.console.hub import ConsoleHub
 from rlsvc.spec.guard import GuardSpec
 from rlsvc.spec.lerobot_robot import SO101Spec
 

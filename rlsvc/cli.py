@@ -54,6 +54,7 @@ for command in (
     query.query,
     collect.collect,
     collect.replay,
+    collect.console,
     doctor.doctor,
     demo.demo,
     timelapse.timelapse,

@@ -22,14 +22,14 @@ from rlsvc.core.errors import ContractError, UserError
 from rlsvc.core.history import ObservationHistory
 from rlsvc.data.recorder import CameraLostError, EpisodeLostError, Outcome, Recorder
 from rlsvc.robots.api import ConnectionLost
+from rlsvc.robots.console.app import ConsoleServer
+from rlsvc.robots.console.hub import ConsoleHub
 from rlsvc.robots.drivers import make_driver, make_teleop
 from rlsvc.robots.guarded import GuardedRobot
 from rlsvc.robots.handover import Handover, Planned
 from rlsvc.robots.kinematics import make_sites
 from rlsvc.robots.operator import Jog, Marked, Operator
 from rlsvc.robots.station import Station, Step
-from rlsvc.serve.console.app import ConsoleServer
-from rlsvc.serve.console.hub import ConsoleHub
 from rlsvc.spec.collect import ActorSpec, CollectSpec
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from rlsvc.core.errors import NotFoundError
+
 INTERRUPTED = 130
 SHOWN = ("overruns", "jitter_p50_ms", "jitter_p99_ms", "skew_p99_ms")
 
@@ -72,6 +74,18 @@ def replay(
         say("largest distance from the recorded joints: " + ", ".join(f"{x:.3g}" for x in done.error))
     if done.steps < done.of:
         raise typer.Exit(INTERRUPTED)
+
+
+def console(robot: Annotated[str, typer.Argument(help="Id of the robot (station.id).")]) -> None:
+    """Print the address of a robot's console: of the run or session that drives it on this machine."""
+    from rlsvc.robots.console.app import address_file
+
+    file = address_file(robot)
+    if not file.exists():
+        raise NotFoundError(
+            f"no console of robot '{robot}' on this machine: nothing drives it here, or without a console"
+        )
+    Console().print(file.read_text(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _stop_by_signal() -> threading.Event:

@@ -21,11 +21,13 @@ from rlsvc.core.errors import UserError
 from rlsvc.core.types import COMMANDED, INTERVENTION
 from rlsvc.envs.adapter import TASK, contract_spaces
 from rlsvc.robots.api import ConnectionLost, Reading
+from rlsvc.robots.console.app import ConsoleServer
+from rlsvc.robots.console.hub import ConsoleHub
 from rlsvc.robots.drivers import make_driver, make_teleop
 from rlsvc.robots.guarded import GuardedRobot
 from rlsvc.robots.handover import Planned
 from rlsvc.robots.kinematics import make_sites
-from rlsvc.robots.operator import Operator
+from rlsvc.robots.operator import Jog, Operator
 from rlsvc.robots.station import Station
 from rlsvc.spec.env import RobotEnvSpec
 
@@ -71,6 +73,7 @@ class RobotEnv(gymnasium.Env):
         self._stack = ExitStack()
         self._station: Station | None = None
         self._reading: Reading | None = None
+        self._hub: Any = None
         self._steps = 0
 
     def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
@@ -111,9 +114,13 @@ class RobotEnv(gymnasium.Env):
         if self._reading is not None and robot.stopped is None:
             self.station.end()
         self._reading = None
+        progress = self._hub.progress
+        progress.state = "waiting"
         self._await_start()
+        progress.state, progress.policy = "running", POLICY
         self.station.begin()
         self._reading, self._steps = self.station.observe(), 0
+        self._hub.progress.episode += 1
         return self._observation(), {"is_success": False}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
@@ -132,6 +139,8 @@ class RobotEnv(gymnasium.Env):
             self.close()
             raise
         self._steps += 1
+        self._hub.publish(done)
+        self._hub.metrics = self.station.metrics() if self._steps % 30 == 0 else self._hub.metrics
         mark = self.operator.take_mark()
         if mark is not None and mark.ending == "discard":
             raise EpisodeDiscardedError(f"{mark.by} discarded the episode")
@@ -177,7 +186,12 @@ class RobotEnv(gymnasium.Env):
         sites = make_sites(place.guard.workspace, action) if place.guard.workspace else None
         teleop = make_teleop(place.teleop, action, stack)
         robot = stack.enter_context(GuardedRobot(place.id, self._driver, place.guard, place.rate_hz, sites=sites))
-        return Station(robot, Operator(robot), rate_hz=place.rate_hz, max_skew_s=place.max_skew_s, teleop=teleop)
+        operator = Operator(robot)
+        self._hub = ConsoleHub(robot, operator, teleop if isinstance(teleop, Jog) else None)
+        self._hub.progress.task = self._spec.task or place.id
+        if self._spec.console is not None:
+            stack.callback(ConsoleServer(self._hub, self._spec.console.host, self._spec.console.port).close)
+        return Station(robot, operator, rate_hz=place.rate_hz, max_skew_s=place.max_skew_s, teleop=teleop)
 
     def _await_start(self) -> None:
         deadline = time.monotonic() + self._spec.start_timeout_s
@@ -207,7 +221,7 @@ def make_robot(spec: RobotEnvSpec) -> RobotEnv:
         UserError: an option that a robot has no meaning for.
     """
     plain = RobotEnvSpec(station=spec.station)
-    own = {"station", "task", "start", "start_timeout_s", "max_steps", "import_module"}
+    own = {"station", "task", "start", "start_timeout_s", "console", "max_steps", "import_module"}
     for name in type(spec).model_fields:
         if name not in own and getattr(spec, name) != getattr(plain, name):
             raise UserError(f"env.{name}: a robot's numbers are taken as they are; leave it out")

@@ -11,14 +11,19 @@ from types import TracebackType
 from rlsvc.core.errors import BusyError
 
 
+def robots_folder() -> Path:
+    """What processes of this user on this machine know of robots."""
+    folder = Path(tempfile.gettempdir()) / f"rlsvc-robots-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 class RobotLock:
     """A lock on a robot's id, freed by the system when its process ends, however that ends."""
 
     def __init__(self, robot: str) -> None:
         """The lock is not taken yet; `robot`: an id of letters, digits, '.', '_' and '-'."""
-        folder = Path(tempfile.gettempdir()) / f"rlsvc-robots-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self.robot, self._path = robot, folder / f"{robot}.lock"
+        self.robot, self._path = robot, robots_folder() / f"{robot}.lock"
         self._fd: int | None = None
 
     def take(self) -> None:

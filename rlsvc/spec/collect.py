@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
-from rlsvc.spec.station import StationSpec
+from rlsvc.spec.station import ConsoleSpec, StationSpec
 
 
 class ActorSpec(Spec):
@@ -36,15 +36,6 @@ class ActorSpec(Spec):
         if self.execute is not None and self.ahead is not None and self.ahead > self.execute:
             raise ValueError(f"ahead: got {self.ahead}, at most execute = {self.execute}")
         return self
-
-
-class ConsoleSpec(Spec):
-    """The web page for people."""
-
-    host: str = "127.0.0.1"
-    """Listens on this address; anything but loopback opens the robot to whoever has the key on that network."""
-    port: int = Field(default=8765, ge=0, le=65535)
-    """0 takes a free one."""
 
 
 class CollectSpec(Spec):

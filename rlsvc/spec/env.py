@@ -20,7 +20,7 @@ from pydantic import (
 
 from rlsvc.core.errors import UserError, nearest, unknown_name
 from rlsvc.spec.base import Spec
-from rlsvc.spec.station import StationSpec
+from rlsvc.spec.station import ConsoleSpec, StationSpec
 
 ENTRY_POINTS = "rlsvc.envs"
 
@@ -271,8 +271,17 @@ class RobotEnvSpec(EnvBase):
     """person: an episode begins when somebody says so, after they put things back; auto: at once."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for a person, and for a robot that does not answer."""
+    console: ConsoleSpec | None = ConsoleSpec()
+    """The web page on which people start, take over and judge; `rlsvc console ROBOT` says its address on the computer
+    that has the robot. null has none: episodes begin by themselves (`start: auto`) and end with their time."""
     max_steps: int | None = Field(default=300, ge=1)
     """Control steps after which an episode is cut off."""
+
+    @model_validator(mode="after")
+    def _somebody_can_start(self) -> Self:
+        if self.start == "person" and self.console is None:
+            raise ValueError("start: got person, but console is null, so nobody could start an episode")
+        return self
 
     @property
     def step_limit(self) -> int:

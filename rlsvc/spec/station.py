@@ -28,6 +28,15 @@ class JogSpec(Spec):
 TeleopSpec = Annotated[JogSpec | LeRobotTeleopSpec, Field(discriminator="name")]
 
 
+class ConsoleSpec(Spec):
+    """The web page for people."""
+
+    host: str = "127.0.0.1"
+    """Listens on this address; anything but loopback opens the robot to whoever has the key on that network."""
+    port: int = Field(default=8765, ge=0, le=65535)
+    """0 takes a free one."""
+
+
 class StationSpec(Spec):
     """One robot, as a run or `rlsvc collect` drives it."""
 

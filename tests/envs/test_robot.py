@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -10,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_arm import CAMERA, FakeArm
+from websockets.sync.client import connect
 
-from rlsvc.core.errors import UserError
+from rlsvc.commands.collect import console
+from rlsvc.core.errors import NotFoundError, UserError
 from rlsvc.envs.make import make_env
 from rlsvc.envs.robot import EpisodeDiscardedError
 from rlsvc.envs.vector import VectorEnv
 from rlsvc.robots import drivers
+from rlsvc.robots.console.app import address_file
 from rlsvc.spec.env import RobotEnvSpec
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +42,14 @@ def spec(**changes) -> RobotEnvSpec:
         "id": f"env-{os.getpid()}", "driver": {"name": "dobot", "host": "127.0.0.1"}, "guard": GUARD, "rate_hz": 50,
         "max_skew_s": 1.0, "teleop": {"name": "jog", "speed": [0.5, 0.5]},
     }  # fmt: skip
-    given = {"station": station, "task": "push the block", "start": "auto", "max_steps": 5, "start_timeout_s": 20}
+    given = {
+        "station": station,
+        "task": "push the block",
+        "start": "auto",
+        "max_steps": 5,
+        "start_timeout_s": 20,
+        "console": None,
+    }
     return RobotEnvSpec.model_validate({**given, **changes})
 
 
@@ -121,7 +132,7 @@ def test_a_stopped_robot_cuts_the_episode_and_the_next_one_waits_for_a_person(en
 
 
 def test_nobody_who_starts_an_episode_is_an_error_in_the_end(arm):
-    env = make_env(spec(start="person", start_timeout_s=0.3))
+    env = make_env(spec(start="person", start_timeout_s=0.3, console={"port": 0}))
     try:
         with pytest.raises(UserError, match=r"nobody started an episode; waited 0\.3 s for a person"):
             env.reset()
@@ -194,3 +205,42 @@ def test_a_worker_of_a_robot_takes_its_resource():
 
     assert robot_resources(spec()) == {f"robot:env-{os.getpid()}": 1.0}
     assert robot_resources(GymnasiumSpec(id="Pendulum-v1")) == {}
+
+
+def test_people_start_and_judge_a_runs_episodes_at_the_console_whose_address_a_command_says(arm, capsys):
+    env = make_env(spec(start="person", console={"port": 0}, max_steps=500))
+    robot = f"env-{os.getpid()}"
+    results = []
+
+    def episode():
+        env.reset()
+        while True:
+            _, reward, terminated, truncated, _ = env.step(np.zeros(2))
+            if terminated or truncated:
+                results.append((reward, terminated))
+                return
+
+    thread = threading.Thread(target=episode, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not address_file(robot).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    console(robot)
+    address = capsys.readouterr().out.strip()
+    with connect(address.replace("http", "ws").replace("/?", "/ws?")) as socket:
+        socket.send('{"type": "hello", "person": "Ada"}')
+        for wanted, then in (("waiting", {"type": "start"}), ("running", {"type": "mark", "ending": "success"})):
+            while json.loads(socket.recv(timeout=10)).get("state") != wanted:
+                pass
+            socket.send(json.dumps(then))
+        thread.join(20)
+    env.close()
+    assert results == [(1.0, True)]
+    with pytest.raises(NotFoundError, match=f"no console of robot '{robot}'"):
+        console(robot)
+
+
+def test_an_episode_that_a_person_starts_needs_a_console():
+    with pytest.raises(ValueError, match="nobody could start an episode"):
+        spec(start="person", console=None)

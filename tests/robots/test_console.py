@@ -18,12 +18,12 @@ from playwright.sync_api import Page, expect, sync_playwright
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from rlsvc.robots.console.app import ConsoleServer
+from rlsvc.robots.console.hub import ConsoleHub
 from rlsvc.robots.guarded import GuardedRobot
 from rlsvc.robots.handover import Planned
 from rlsvc.robots.operator import Jog, Operator
 from rlsvc.robots.station import Station
-from rlsvc.serve.console.app import ConsoleServer
-from rlsvc.serve.console.hub import ConsoleHub
 from rlsvc.spec.guard import GuardSpec
 
 ROOT = Path(__file__).parents[2]

@@ -1,8 +1,8 @@
 """The console's server: one page, one WebSocket a person, one stream a camera.
 
 Everything but the page itself needs the key, which is made anew for each session and stands in the address that
-`rlsvc collect` prints. A person who goes away while in control stops the robot: a policy does not move it again
-before somebody looks.
+`rlsvc collect` prints and `rlsvc console ROBOT` says. A person who goes away while in control stops the robot: a policy
+does not move it again before somebody looks.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import hmac
 import importlib.resources
 import json
 import logging
+import os
 import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, WebSocket, WebSocketDisconnect
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from rlsvc.core.errors import BusyError, UserError
-from rlsvc.serve.console.hub import ConsoleHub
+from rlsvc.robots.console.hub import ConsoleHub
+from rlsvc.robots.lock import robots_folder
 
 log = logging.getLogger(__name__)
 STATE_S = 0.1
@@ -39,7 +42,7 @@ def make_app(hub: ConsoleHub, key: str) -> FastAPI:
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> str:
-        return (importlib.resources.files("rlsvc.serve.console") / "page.html").read_text()
+        return (importlib.resources.files("rlsvc.robots.console") / "page.html").read_text()
 
     @app.get("/camera/{name}")
     async def camera(name: str, key: str = "") -> StreamingResponse:
@@ -166,6 +169,11 @@ def _same(got: str, expected: str) -> bool:
     return hmac.compare_digest(got.encode(), expected.encode())
 
 
+def address_file(robot: str) -> Path:
+    """Where the address of a robot's console lies while there is one, readable for this user alone."""
+    return robots_folder() / f"{robot}.console"
+
+
 class ConsoleServer:
     """The console, served from a thread of this process.
 
@@ -174,7 +182,7 @@ class ConsoleServer:
     """
 
     def __init__(self, hub: ConsoleHub, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Start it.
+        """Start it; `rlsvc console ROBOT` on this machine says its address.
 
         Args:
             hub: what it shows.
@@ -202,9 +210,14 @@ class ConsoleServer:
         )
         self._thread.start()
         self.url = f"http://{host}:{listener.getsockname()[1]}/?key={self.key}"
+        self._address = address_file(hub.robot.robot)
+        self._address.unlink(missing_ok=True)
+        with os.fdopen(os.open(self._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(self.url)
 
     def close(self) -> None:
         """Say goodbye to all pages and end."""
+        self._address.unlink(missing_ok=True)
         self._server.should_exit = True
         self._server.force_exit = True
         self._thread.join(5)
