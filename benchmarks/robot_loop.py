@@ -78,7 +78,7 @@ def main() -> None:
             with GuardedRobot(f"loop-{os.getpid()}", driver, GUARD, RATE) as robot:
                 jog, operator = Jog(SPEED), Operator(robot)
                 station = Station(robot, operator, rate_hz=RATE, max_skew_s=1.0, teleop=jog)
-                hub = ConsoleHub(robot, operator, jog)
+                hub = ConsoleHub(station)
                 console = ConsoleServer(hub)
                 ticks, dropped = drive(station, hub, console.url, args.minutes * 60)
                 console.close()
@@ -94,7 +94,7 @@ def drive(station: Station, hub: ConsoleHub, url: str, seconds: float) -> tuple[
     while (passed := time.monotonic() - begin) < seconds:
         reading = station.observe()
         if rest is None:
-            rest = station.measured(reading)
+            rest = station.robot.positions(reading.values["observation.state"])
         wave = rest + np.array([20, 25, -20, -15, 20, 20]) * (1 - np.cos(passed * 0.8)) / 2
         step = station.act(Planned(wave.astype(np.float32), reading.stamps["observation.state"]), reading, "wave")
         hub.publish(step)

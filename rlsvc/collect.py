@@ -24,12 +24,10 @@ from rlsvc.data.recorder import CameraLostError, EpisodeLostError, Outcome, Reco
 from rlsvc.robots.api import ConnectionLost
 from rlsvc.robots.console.app import ConsoleServer
 from rlsvc.robots.console.hub import ConsoleHub
-from rlsvc.robots.drivers import make_driver, make_teleop
-from rlsvc.robots.guarded import GuardedRobot
+from rlsvc.robots.drivers import make_driver, open_station
 from rlsvc.robots.handover import Handover, Planned
-from rlsvc.robots.kinematics import make_sites
-from rlsvc.robots.operator import Jog, Marked, Operator
-from rlsvc.robots.station import Station, Step
+from rlsvc.robots.operator import Marked
+from rlsvc.robots.station import Step
 from rlsvc.spec.collect import ActorSpec, CollectSpec
 
 log = logging.getLogger(__name__)
@@ -184,6 +182,7 @@ class _Session:
         self.spec, self.say, self.stop = spec, say, stop
         self._stack = ExitStack()
         self._seed = 0
+        self._lost = False
         self.pilot: _Pilot | None = None
         self.judged: dict[str, tuple[int, int]] = {}
 
@@ -195,17 +194,12 @@ class _Session:
             self.pilots = [_Pilot(name, one, stack) for name, one in given.items() if one is not None]
             for pilot in self.pilots:
                 _check_contract(pilot.actor.contract, driver, place.rate_hz, f"robot '{place.id}'")
-            sites = make_sites(place.guard.workspace, driver.action) if place.guard.workspace else None
             self.recorder = stack.enter_context(
                 Recorder(spec.dataset, driver.observation, driver.action, place.rate_hz, spec.robot_type)
             )
-            teleop = make_teleop(place.teleop, driver.action, stack)
-            self.robot = stack.enter_context(GuardedRobot(place.id, driver, place.guard, place.rate_hz, sites=sites))
-            self.operator = Operator(self.robot)
-            self.station = Station(
-                self.robot, self.operator, rate_hz=place.rate_hz, max_skew_s=place.max_skew_s, teleop=teleop
-            )
-            self.hub = ConsoleHub(self.robot, self.operator, teleop if isinstance(teleop, Jog) else None)
+            self.station = open_station(place, driver, stack)
+            self.robot, self.operator = self.station.robot, self.station.operator
+            self.hub = ConsoleHub(self.station)
             self.hub.progress.episodes, self.hub.progress.task = spec.episodes, spec.task
             if spec.console is not None:
                 console = ConsoleServer(self.hub, spec.console.host, spec.console.port)
@@ -220,6 +214,8 @@ class _Session:
     def run(self) -> CollectResult:
         kept, discarded, number = 0, 0, 0
         while kept < self.spec.episodes and not self.stop.is_set():
+            if self._lost:
+                self._find_again()
             self.hub.progress.episode = kept
             self.pilot = self._whose_turn(kept)
             if not self._await_start():
@@ -281,7 +277,7 @@ class _Session:
                 self.station.end()
         except (ConnectionLost, CameraLostError) as error:
             self._tell(f"the episode ends: {error}")
-            self._find_again()
+            self._lost = True  # what was recorded is saved before the robot is looked for
             return "cut", None, None
         except EpisodeLostError as error:
             self._tell(str(error))
@@ -374,6 +370,7 @@ class _Session:
         while not self.stop.is_set():
             try:
                 self.robot.reconnect()
+                self._lost = False
                 return
             except (ConnectionLost, UserError) as error:
                 self._tell(f"robot '{self.robot.robot}' is not there yet: {error}")

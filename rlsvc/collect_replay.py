@@ -15,11 +15,9 @@ import numpy as np
 
 from rlsvc.core.errors import ContractError, DatasetError
 from rlsvc.data.load import load_table
-from rlsvc.robots.drivers import make_driver
-from rlsvc.robots.guarded import GuardedRobot
+from rlsvc.robots.drivers import make_driver, open_station
+from rlsvc.robots.guarded import STATE
 from rlsvc.robots.handover import Planned
-from rlsvc.robots.kinematics import make_sites
-from rlsvc.robots.operator import Operator
 from rlsvc.robots.station import Station
 from rlsvc.spec.data import DatasetSpec
 from rlsvc.spec.station import StationSpec
@@ -78,15 +76,13 @@ def replay(
     if column not in table.columns:
         raise DatasetError(f"{dataset}: no column '{column}'; it has: {', '.join(table.columns)}")
     rows = table.episode(episode)
-    actions, state = rows[column], rows.get("observation.state")
-    known = (
-        state is not None and table.names.get("observation.state", ()) == driver.observation["observation.state"].names
-    )
+    actions, state = rows[column], rows.get(STATE)
+    known = state is not None and table.names.get(STATE, ()) == driver.observation[STATE].names
     stop = stop or threading.Event()
     with ExitStack() as stack:
-        sites = make_sites(spec.guard.workspace, driver.action) if spec.guard.workspace else None
-        robot = stack.enter_context(GuardedRobot(spec.id, driver, spec.guard, spec.rate_hz, sites=sites))
-        station = Station(robot, Operator(robot), rate_hz=spec.rate_hz, max_skew_s=spec.max_skew_s)
+        # People may stop a replay, and not take it over.
+        station = open_station(spec.replace(teleop=None), driver, stack)
+        robot = station.robot
         station.begin()
         say("going to where the episode began")
         _go_to(station, actions[0], stop)
@@ -98,9 +94,9 @@ def replay(
                 break
             reading = station.observe()
             if known:
-                there = robot.positions(reading)
                 assert state is not None
-                error = np.maximum(error, np.abs(there - _joints(state[i], driver)))
+                there, then = robot.positions(reading.values[STATE]), robot.positions(state[i])
+                error = np.maximum(error, np.abs(there - then))
             step = station.act(Planned(action, min(reading.stamps.values())), reading, "replay")
             assert step.verdict is not None
             done, clipped = done + 1, clipped + bool(step.verdict.clipped)
@@ -116,15 +112,10 @@ def _go_to(station: Station, goal: np.ndarray, stop: threading.Event, seconds: f
     """The guard turns one far command into a way that it allows."""
     for _ in range(int(seconds / station.pacer.period)):
         reading = station.observe()
-        near = np.abs(station.measured(reading) - goal) <= np.array(station.robot.spec.step) * 0.2
+        near = np.abs(station.robot.positions(reading.values[STATE]) - goal) <= np.array(station.robot.spec.step) * 0.2
         if stop.is_set() or station.robot.stopped is not None or near.all():
             return
         station.act(Planned(goal, min(reading.stamps.values())), reading, "replay")
-
-
-def _joints(state: np.ndarray, driver: object) -> np.ndarray:
-    names = driver.observation["observation.state"].names  # type: ignore[attr-defined]
-    return np.array([state[names.index(name)] for name in driver.action.names])  # type: ignore[attr-defined]
 
 
 def _check(names: tuple[str, ...], fps: float, robot: tuple[str, ...], rate_hz: float, what: str) -> None:

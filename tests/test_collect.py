@@ -102,7 +102,8 @@ def test_another_session_adds_to_the_dataset(arm, tmp_path):
 
 def test_a_robot_that_is_lost_in_an_episode_ends_it_is_found_again_and_the_session_goes_on(arm, tmp_path):
     bundle(tmp_path, arm)
-    reads, read, connects = [0], arm.read, [0]
+    reads, read, connect_arm, connects = [0], arm.read, arm.connect, [0]
+    there: list[int] = []
 
     def loses_once():
         reads[0] += 1
@@ -112,11 +113,15 @@ def test_a_robot_that_is_lost_in_an_episode_ends_it_is_found_again_and_the_sessi
     def connect_again():
         connects[0] += 1
         arm.lost = False
+        connect_arm()
+        if connects[0] == 2:
+            there.append(recorded(tmp_path).num_episodes)
 
     arm.read, arm.connect = loses_once, connect_again
     said: list[str] = []
     result = collect(session(tmp_path), say=said.append)
     assert connects[0] == 2
+    assert there == [1]  # saved before the arm was looked for
     assert result.episodes == 2
     assert said[0] == "the episode ends: the arm does not answer"
     assert recorded(tmp_path).num_episodes == 2

@@ -23,11 +23,9 @@ from rlsvc.envs.adapter import TASK, contract_spaces
 from rlsvc.robots.api import ConnectionLost, Reading
 from rlsvc.robots.console.app import ConsoleServer
 from rlsvc.robots.console.hub import ConsoleHub
-from rlsvc.robots.drivers import make_driver, make_teleop
-from rlsvc.robots.guarded import GuardedRobot
+from rlsvc.robots.drivers import make_driver, open_station
 from rlsvc.robots.handover import Planned
-from rlsvc.robots.kinematics import make_sites
-from rlsvc.robots.operator import Jog, Operator
+from rlsvc.robots.operator import Operator
 from rlsvc.robots.station import Station
 from rlsvc.spec.env import RobotEnvSpec
 
@@ -45,12 +43,14 @@ class RobotEnv(gymnasium.Env):
     """One robot. It is connected with the first `reset`, so that its contract can be asked for from afar.
 
     Attributes:
+        recovers: a failed step leaves it in place: its next `reset` finds the robot again, and people keep their page.
         step_columns: what each step's `info` tells: `action` [A] that was sent, `commanded` [A] that was asked for
             before the guard, `intervention`.
         operator: what people want; there once it is connected.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"]}
+    recovers = True
 
     def __init__(self, spec: RobotEnvSpec) -> None:
         """Nothing is opened.
@@ -74,7 +74,7 @@ class RobotEnv(gymnasium.Env):
         self._station: Station | None = None
         self._reading: Reading | None = None
         self._hub: Any = None
-        self._steps = 0
+        self._steps, self._lost = 0, False
 
     def contract(self, n_obs_steps: int = 1, action_horizon: int = 1) -> Contract:
         """What the robot gives and takes; actions are bounded by the guard's limits."""
@@ -136,7 +136,7 @@ class RobotEnv(gymnasium.Env):
             done = self.station.act(planned, self._reading, POLICY)
             self._reading = self.station.observe()
         except ConnectionLost:
-            self.close()
+            self._reading, self._lost = None, True
             raise
         self._steps += 1
         self._hub.publish(done)
@@ -167,31 +167,28 @@ class RobotEnv(gymnasium.Env):
         self._station = self._reading = None
 
     def _connect(self) -> None:
-        if self._station is not None:
-            return
+        """Open the robot, or find one again that was lost, as long as a person would be waited for."""
         deadline = time.monotonic() + self._spec.start_timeout_s
-        while True:
-            with ExitStack() as stack:
-                try:
-                    self._station = self._open(stack)
-                    self._stack = stack.pop_all()
-                    return
-                except ConnectionLost as error:
-                    if time.monotonic() > deadline:
-                        raise UserError(f"robot '{self._place.id}' does not answer: {error}") from error
-            time.sleep(RECONNECT_S)
+        while self._station is None or self._lost:
+            try:
+                if self._station is not None:
+                    self._station.robot.reconnect()
+                else:
+                    self._open()
+                self._lost = False
+            except ConnectionLost as error:
+                if time.monotonic() > deadline:
+                    raise UserError(f"robot '{self._place.id}' does not answer: {error}") from error
+                time.sleep(RECONNECT_S)
 
-    def _open(self, stack: ExitStack) -> Station:
-        place, action = self._place, self._driver.action
-        sites = make_sites(place.guard.workspace, action) if place.guard.workspace else None
-        teleop = make_teleop(place.teleop, action, stack)
-        robot = stack.enter_context(GuardedRobot(place.id, self._driver, place.guard, place.rate_hz, sites=sites))
-        operator = Operator(robot)
-        self._hub = ConsoleHub(robot, operator, teleop if isinstance(teleop, Jog) else None)
-        self._hub.progress.task = self._spec.task or place.id
-        if self._spec.console is not None:
-            stack.callback(ConsoleServer(self._hub, self._spec.console.host, self._spec.console.port).close)
-        return Station(robot, operator, rate_hz=place.rate_hz, max_skew_s=place.max_skew_s, teleop=teleop)
+    def _open(self) -> None:
+        with ExitStack() as stack:
+            station = open_station(self._place, self._driver, stack)
+            self._hub = ConsoleHub(station)
+            self._hub.progress.task = self._spec.task or self._place.id
+            if self._spec.console is not None:
+                stack.callback(ConsoleServer(self._hub, self._spec.console.host, self._spec.console.port).close)
+            self._station, self._stack = station, stack.pop_all()
 
     def _await_start(self) -> None:
         deadline = time.monotonic() + self._spec.start_timeout_s

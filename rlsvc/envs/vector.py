@@ -20,7 +20,7 @@ import numpy as np
 
 from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import ContractError, UserError
-from rlsvc.envs.adapter import Adapted, step_columns
+from rlsvc.envs.adapter import Adapted, innermost, step_columns
 from rlsvc.envs.make import make_here
 from rlsvc.spec.env import EnvBase, ManiSkillSpec
 
@@ -177,9 +177,11 @@ class LocalSlots:
         return failed
 
     def rebuild(self, slots: Sequence[int]) -> dict[int, str]:
-        """Make these simulators anew."""
+        """Make these simulators anew, but for environments that recover by themselves (`recovers`)."""
         failed: dict[int, str] = {}
         for i in slots:
+            if getattr(innermost(self._envs[i]), "recovers", False):
+                continue
             try:
                 self._envs[i].close()
             except Exception as error:  # it is broken; whatever it says at the end is of no use

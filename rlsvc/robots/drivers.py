@@ -11,9 +11,11 @@ import numpy as np
 from rlsvc.core.contract import Feature
 from rlsvc.core.errors import UserError
 from rlsvc.robots.api import Driver
-from rlsvc.robots.operator import Jog
-from rlsvc.robots.station import Teleop
-from rlsvc.spec.station import DriverSpec, JogSpec, TeleopSpec
+from rlsvc.robots.guarded import GuardedRobot
+from rlsvc.robots.kinematics import make_sites
+from rlsvc.robots.operator import Jog, Operator
+from rlsvc.robots.station import Station, Teleop
+from rlsvc.spec.station import DriverSpec, JogSpec, StationSpec, TeleopSpec
 
 
 def make_driver(spec: DriverSpec) -> Driver:
@@ -48,6 +50,24 @@ DRIVERS: dict[str, Callable[[Any], Driver]] = {
     "lerobot": _lerobot,
     "dobot": _dobot,
 }
+
+
+def open_station(spec: StationSpec, driver: Driver, stack: ExitStack) -> Station:
+    """A robot that is connected, behind its guard, with what people move it with.
+
+    Args:
+        spec: of it.
+        driver: that `make_driver` made.
+        stack: stops the robot and closes everything.
+
+    Raises:
+        BusyError: another process drives it.
+        UserError, ConnectionLost: as `Driver.connect`, `make_sites` and `make_teleop`.
+    """
+    sites = make_sites(spec.guard.workspace, driver.action) if spec.guard.workspace else None
+    teleop = make_teleop(spec.teleop, driver.action, stack)
+    robot = stack.enter_context(GuardedRobot(spec.id, driver, spec.guard, spec.rate_hz, sites=sites))
+    return Station(robot, Operator(robot), rate_hz=spec.rate_hz, max_skew_s=spec.max_skew_s, teleop=teleop)
 
 
 class Leader:

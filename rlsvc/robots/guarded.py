@@ -10,7 +10,6 @@ Letters: A action dimensions.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
@@ -134,12 +133,12 @@ class GuardedRobot:
         """The newest measurement. Raises ConnectionLost."""
         with self._bus:
             reading = self.driver.read()
-        self._measured = self.positions(reading)
+        self._measured = self.positions(reading.values[STATE])
         return reading
 
-    def positions(self, reading: Reading) -> np.ndarray:
-        """[A] float64, the measured position of each action dimension."""
-        return reading.values[STATE][self._joints].astype(np.float64)
+    def positions(self, state: np.ndarray) -> np.ndarray:
+        """[A] float64, the position of each action dimension in a measured `observation.state`."""
+        return np.asarray(state)[self._joints].astype(np.float64)
 
     def start(self) -> Reading:
         """Let commands through: the robot's present position is where they begin.
@@ -211,7 +210,7 @@ class GuardedRobot:
             if not free:
                 raise ConnectionLost("its connection is busy")
             self.driver.stop(self.spec.torque)
-        except ConnectionLost as error:
+        except Exception as error:  # whatever a driver raises: the watchdog has to go on
             log.warning("robot '%s' is stopped over a connection of its own: %s", self.robot, error)
             self._stop_beside()
         finally:
@@ -252,7 +251,8 @@ class GuardedRobot:
                 self.guard.end()
                 try:
                     self.driver.stop(self.spec.torque)
-                except ConnectionLost:
+                except Exception as error:
+                    log.warning("robot '%s' is stopped over a connection of its own: %s", self.robot, error)
                     self._stop_beside()
             self._supervisor.close()
             self._supervisor = None
@@ -300,9 +300,11 @@ class GuardedRobot:
 
     def _stop_beside(self) -> None:
         """Over a connection of its own, as the supervisor would."""
-        stopper = self.driver.stopper()
-        with contextlib.suppress(OSError, ConnectionLost):
+        try:
+            stopper = self.driver.stopper()
             stopper.load()(**stopper.arguments, torque=self.spec.torque)
+        except Exception as error:
+            log.error("robot '%s' could not be stopped: %s; use its emergency stop", self.robot, error)
 
 
 def _joints_in_state(driver: Driver) -> list[int]:

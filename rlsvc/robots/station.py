@@ -108,7 +108,7 @@ class Station:
             ConnectionLost: it does not answer.
         """
         reading = self.robot.start()
-        self._sent = self.measured(reading)
+        self._sent = self.robot.positions(reading.values[STATE])
         self._person = None
         self.operator.take_mark()
         self.pacer.restart()
@@ -140,7 +140,7 @@ class Station:
             ConnectionLost: it could not be sent.
         """
         grant = self.operator.in_control
-        measured = self.measured(reading)
+        measured = self.robot.positions(reading.values[STATE])
         if grant is None:
             self._person = None
             actor, commanded = version, None if planned is None else planned.action
@@ -178,10 +178,6 @@ class Station:
     def hold(self, reading: Reading) -> Planned:
         """A plan to stay where the robot was last sent."""
         return Planned(self._sent.astype(np.float32), reading.stamps[STATE])
-
-    def measured(self, reading: Reading) -> np.ndarray:
-        """[A] float64, the joints that are commanded."""
-        return self.robot.positions(reading)
 
     def metrics(self) -> dict[str, float]:
         """Rate, cameras and guard, by name."""

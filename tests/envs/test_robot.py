@@ -150,6 +150,7 @@ def test_a_discarded_episode_and_a_lost_connection_are_lost_steps_and_the_worker
     assert vector.step(np.zeros((1, 2))).lost[0]
     assert "Ada discarded the episode" in vector.failures[0]
     assert not vector.step(np.zeros((1, 2))).lost[0]
+    assert arm.connects == 1  # the person who discarded it keeps their page
 
     def lost_once():
         arm.read = read
@@ -162,6 +163,7 @@ def test_a_discarded_episode_and_a_lost_connection_are_lost_steps_and_the_worker
     assert "the cable is out" in vector.failures[0]
     step = vector.step(np.full((1, 2), 0.01))
     assert not step.lost[0]
+    assert arm.connects == 2
     assert step.columns["intervention"].tolist() == [False]
     assert step.columns["action"][0] == pytest.approx([0.01, 0.01])
 

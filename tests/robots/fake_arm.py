@@ -27,11 +27,13 @@ class FakeArm:
             self.observation[CAMERA] = Feature((48, 64, 3), "uint8")
         self.frame = np.full((48, 64, 3), (200, 30, 30), np.uint8)
         self.action = Feature((2,), "float32", "rad", NAMES)
-        self.lost = False
+        self.lost = self.broken = False
         self.closed = False
+        self.connects = 0
 
     def connect(self) -> None:
         self.closed = False
+        self.connects += 1
 
     def read(self) -> Reading:
         if self.lost:
@@ -49,6 +51,8 @@ class FakeArm:
         write(self.log, "send", position=self.position.tolist())
 
     def stop(self, torque: str) -> None:
+        if self.broken:
+            raise ZeroDivisionError("a fault of the driver")
         if self.lost:
             raise ConnectionLost("the arm does not answer")
         write(self.log, "stop", torque=torque, by="driver")

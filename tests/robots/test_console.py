@@ -42,7 +42,7 @@ class Session:
         self.operator = Operator(self.robot)
         self.jog = Jog(np.array([0.5, 0.5]))
         self.station = Station(self.robot, self.operator, rate_hz=30.0, max_skew_s=0.5, teleop=self.jog)
-        self.hub = ConsoleHub(self.robot, self.operator, self.jog)
+        self.hub = ConsoleHub(self.station)
         self.hub.progress.task, self.hub.progress.policy = "push the block", "bundle 3"
         self.endings: list[str] = []
         self.started = threading.Event()

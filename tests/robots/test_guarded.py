@@ -111,6 +111,20 @@ def test_the_watchdog_stops_the_arm_although_its_bus_is_busy(robot, arm, log):
     assert read_log(log)[-1]["by"] == "stopper"
 
 
+def test_the_watchdog_stops_the_arm_and_lives_although_the_driver_fails_in_a_way_of_its_own(robot, arm, log):
+    token = started(robot)
+    arm.broken = True
+    command(robot, [0.01, 0.0], token)
+    wait_for(lambda: "stop" in whats(log))
+    assert read_log(log)[-1]["by"] == "stopper"
+    assert robot._watchdog.is_alive()
+    arm.broken = False
+    robot.resume("Ada")
+    robot.start()
+    wait_for(lambda: robot.stopped is not None)
+    assert read_log(log)[-1]["by"] == "driver"
+
+
 def test_the_last_command_of_who_lost_the_lease_is_refused(robot):
     token = started(robot)
     robot.lease.take("Ada", is_person=True)

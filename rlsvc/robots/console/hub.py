@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import cv2  # here, since loading it in the middle of an episode would hold up the control loop
 import numpy as np
 
-from rlsvc.robots.guarded import GuardedRobot
-from rlsvc.robots.operator import Jog, Operator
-from rlsvc.robots.station import Step
+from rlsvc.robots.guarded import STATE
+from rlsvc.robots.operator import Jog
+from rlsvc.robots.station import Station, Step
 
 JPEG_QUALITY = 80
 
@@ -41,7 +42,6 @@ class Progress:
     said: str = ""
 
 
-@dataclass
 class ConsoleHub:
     """What pages show and say.
 
@@ -53,13 +53,10 @@ class ConsoleHub:
         metrics: of the loop, by name.
     """
 
-    robot: GuardedRobot
-    operator: Operator
-    jog: Jog | None = None
-    progress: Progress = field(default_factory=Progress)
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, station: Station) -> None:
+        self.robot, self.operator = station.robot, station.operator
+        self.jog = station.teleop if isinstance(station.teleop, Jog) else None
+        self.progress, self.metrics = Progress(), dict[str, float]()
         self._lock = threading.Lock()
         self._step: Step | None = None
         self._reward = math.nan
@@ -86,8 +83,6 @@ class ConsoleHub:
             number, image = self._images.get(camera, (0, None))
         if image is None or number <= after:
             return None
-        import cv2
-
         done, data = cv2.imencode(".jpg", image[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
         return (number, data.tobytes()) if done else None
 
@@ -105,7 +100,7 @@ class ConsoleHub:
             "unit": action.unit,
             "low": list(self.robot.spec.low),
             "high": list(self.robot.spec.high),
-            "measured": None if step is None else _plain(self.robot.positions(step.reading)),
+            "measured": None if step is None else _plain(self.robot.positions(step.reading.values[STATE])),
             "sent": None if step is None else _plain(step.action),
             "commanded": None if step is None else _plain(step.commanded),
             "tick": -1 if step is None else step.tick,
