@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_arm import CAMERA, FakeArm, read_log
+from fake_arm import CAMERA, GUARD, FakeArm, read_log
 from websockets.sync.client import connect
 
 from rlsvc.collect import collect
@@ -27,10 +27,6 @@ from rlsvc.spec.data import DatasetSpec
 from rlsvc.store.bundle import write_bundle
 
 ROOT = Path(__file__).parents[1]
-GUARD = {
-    "low": [-1, -1], "high": [1, 1], "velocity": [2, 2], "acceleration": [100, 100], "step": [1, 1], "workspace": None,
-    "time_to_live_s": 1.0, "expiry_s": 1.0, "torque": "hold", "on_limit": "clip",
-}  # fmt: skip
 
 
 @pytest.fixture

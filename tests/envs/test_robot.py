@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_arm import CAMERA, FakeArm
+from fake_arm import CAMERA, GUARD, FakeArm
 from websockets.sync.client import connect
 
 from rlsvc.commands.collect import console
@@ -23,10 +23,6 @@ from rlsvc.robots.console.app import address_file
 from rlsvc.spec.env import RobotEnvSpec
 
 ROOT = Path(__file__).parents[2]
-GUARD = {
-    "low": [-1, -1], "high": [1, 1], "velocity": [2, 2], "acceleration": [100, 100], "step": [1, 1], "workspace": None,
-    "time_to_live_s": 1.0, "expiry_s": 1.0, "torque": "hold", "on_limit": "clip",
-}  # fmt: skip
 
 
 @pytest.fixture

@@ -14,6 +14,11 @@ from rlsvc.robots.api import ConnectionLost, Reading, Stopper
 
 NAMES = ("shoulder.pos", "elbow.pos")
 CAMERA = "observation.images.top"
+GUARD = {
+    "low": [-1, -1], "high": [1, 1], "velocity": [2, 2], "acceleration": [100, 100], "step": [1, 1], "workspace": None,
+    "time_to_live_s": 1.0, "expiry_s": 1.0, "torque": "hold", "on_limit": "clip",
+}  # fmt: skip
+"""Limits for it, as a person writes them."""
 
 
 class FakeArm:
