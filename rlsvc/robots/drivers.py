@@ -10,7 +10,7 @@ import numpy as np
 
 from rlsvc.core.contract import Feature
 from rlsvc.core.errors import UserError
-from rlsvc.robots.api import Driver
+from rlsvc.robots.api import ConnectionLost, Driver
 from rlsvc.robots.guarded import GuardedRobot
 from rlsvc.robots.kinematics import make_sites
 from rlsvc.robots.operator import Jog, Operator
@@ -71,21 +71,31 @@ def open_station(spec: StationSpec, driver: Driver, stack: ExitStack) -> Station
 
 
 class Leader:
-    """A teleoperator that says where the robot is to be: a leader arm."""
+    """A teleoperator that says where the robot is to be: a leader arm.
+
+    One that was lost is connected anew when somebody takes over again.
+    """
 
     def __init__(self, device: Any) -> None:
         """Takes a LeRobotTeleop that is connected."""
-        self._device = device
+        self._device, self._lost = device, False
 
     def read(self, measured: np.ndarray, dt: float) -> np.ndarray:
         """See Teleop. Raises ConnectionLost."""
-        return self._device.read()
+        try:
+            return self._device.read()
+        except ConnectionLost:
+            self._lost = True
+            raise
 
     def sent(self, command: np.ndarray) -> None:
         """See Teleop."""
 
     def reset(self) -> None:
-        """See Teleop."""
+        """See Teleop. Raises UserError, ConnectionLost."""
+        if self._lost:
+            self._device.connect()
+            self._lost = False
 
 
 def make_teleop(spec: TeleopSpec | None, action: Feature, stack: ExitStack) -> Teleop | None:

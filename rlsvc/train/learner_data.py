@@ -5,6 +5,7 @@ Every rank holds all of it and draws the same rows; each puts its share of a bat
 
 from __future__ import annotations
 
+import abc
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,7 @@ class WindowData:
         return put(data) if wanted == "device" or (wanted == "auto" and fits) else data
 
 
-class FromJournal:
+class FromJournal(abc.ABC):
     """Data that holds what rollouts collected; chunks come with orders, or from the journal, each once and in order.
 
     Attributes:
@@ -132,8 +133,9 @@ class FromJournal:
             self._add(chunk)
         self.cursor = order.cursor
 
+    @abc.abstractmethod
     def _add(self, chunk: Chunk) -> None:
-        raise NotImplementedError
+        """Hold what a chunk brings."""
 
     def _read_journal(self, stop: int) -> None:
         with Journal(self._run_dir / "journal", read_only=True, verify=False) as journal:

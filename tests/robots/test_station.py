@@ -11,6 +11,8 @@ import pytest
 from fake_arm import FakeArm
 
 from rlsvc.core.errors import BusyError, UserError
+from rlsvc.robots.api import ConnectionLost
+from rlsvc.robots.drivers import Leader
 from rlsvc.robots.guarded import GuardedRobot
 from rlsvc.robots.handover import Planned
 from rlsvc.robots.operator import HAND_TIMEOUT_S, Jog, Operator
@@ -130,3 +132,26 @@ def test_a_jog_goes_on_from_what_the_guard_sent_and_does_not_wind_up():
 def test_axes_that_are_none_are_refused(axes):
     with pytest.raises(UserError, match=r"axes: got .* expected 2 numbers in \[-1, 1\]"):
         Jog(np.ones(2)).set(axes)
+
+
+def test_a_leader_arm_that_was_lost_is_connected_anew_when_somebody_takes_over_again():
+    class Device:
+        connects, there = 0, True
+
+        def connect(self):
+            self.connects, self.there = self.connects + 1, True
+
+        def read(self):
+            if not self.there:
+                raise ConnectionLost("the leader does not answer")
+            return np.array([0.1, 0.2])
+
+    leader = Leader(device := Device())
+    leader.reset()
+    assert device.connects == 0
+    device.there = False
+    with pytest.raises(ConnectionLost, match="the leader does not answer"):
+        leader.read(np.zeros(2), 0.03)
+    leader.reset()
+    assert device.connects == 1
+    assert leader.read(np.zeros(2), 0.03).tolist() == [0.1, 0.2]
