@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,13 +33,21 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """A Ray of the suite's own, with two CPUs, started once."""
+    """A Ray of the suite's own, with two CPUs, started once; Serve answers through HAProxy, as `rlsvc serve` has it."""
     import ray
 
-    # Ray's sockets need a short path.
-    context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield context
-    ray.shutdown()
+    from rlsvc.serve.haproxy import haproxy_environment
+
+    # Sockets of Ray and of HAProxy need a short path.
+    with (
+        tempfile.TemporaryDirectory(prefix="rlsvc-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in haproxy_environment(Path(folder)).items():
+            patch.setenv(name, value)
+        context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield context
+        ray.shutdown()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -7,6 +7,8 @@ included.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from time import perf_counter
 from typing import Any
@@ -37,6 +39,9 @@ from rlsvc.serve.metrics import CONTENT_TYPE
 from rlsvc.serve.service import PolicyService, internal_error, timing
 
 logger = logging.getLogger(__name__)
+
+_LINGER_S = 10.0
+"""Longest that a body which is refused is read on, seconds."""
 
 
 def build_app(service: PolicyService) -> FastAPI:
@@ -139,17 +144,32 @@ def build_app(service: PolicyService) -> FastAPI:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    """The body, never holding more than `limit` bytes and a piece: refused by its declared length before it is read."""
-    too_large = RequestError(413, "too_large", f"the body is larger than {limit} bytes, which is the limit here")
+    """The body, of which never more than `limit` bytes and a piece are held.
+
+    What is too large is read to its end, or for `_LINGER_S`, and dropped: a connection that closes while the caller
+    still sends loses the answer on its way, and the caller would see a broken connection instead of the reason. A
+    caller that asks first (`Expect: 100-continue`) sends nothing.
+    """
+    refusal = RequestError(413, "too_large", f"the body is larger than {limit} bytes, which is the limit here")
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise too_large
-    pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > limit:
-            raise too_large
-        pieces.append(piece)
+    too_large = declared.isdigit() and int(declared) > limit
+    if too_large and "expect" in request.headers:
+        raise refusal
+    pieces: list[bytes] = []
+    size = 0
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S if too_large else None) as lingering:
+            async for piece in request.stream():
+                size += len(piece)
+                if size > limit and not too_large:
+                    too_large = True
+                    pieces.clear()
+                    lingering.reschedule(loop.time() + _LINGER_S)
+                if not too_large:
+                    pieces.append(piece)
+    if too_large:
+        raise refusal
     return b"".join(pieces)
 
 
@@ -157,7 +177,7 @@ def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Respon
     service.metrics.refused(refusal.reason)
     headers = {}
     if refusal.status == 413:
-        headers["Connection"] = "close"  # what is left of the body is not read
+        headers["Connection"] = "close"  # there may be more of the body than was read
     if refusal.status == 503:
         headers["Retry-After"] = "1"
     return Response(encode(_error(refusal), kind), status_code=refusal.status, media_type=kind, headers=headers)

@@ -5,6 +5,7 @@ import base64
 import json
 import logging
 import re
+import tracemalloc
 
 import msgpack
 import numpy as np
@@ -16,6 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 from rlsvc.core.contract import Contract
 from rlsvc.core.types import MALFORMED, ActionChunk
 from rlsvc.core.wire import pack, unpack
+from rlsvc.serve import app
 from rlsvc.serve.app import build_app
 
 ACT = "/v1/policies/fake/act"
@@ -187,64 +189,61 @@ def test_arrays_of_objects_in_msgpack_are_refused(client):
     assert "dtype '|O' is not accepted" in unpack(answer.content)["error"]
 
 
-def test_a_body_without_a_declared_length_is_cut_off_at_the_limit(client):
-    sent = []
+async def refused_body(client, receive, headers):
+    """What the application answers to a body; starlette's test client would join the pieces first."""
+    answer = []
 
-    def endless():
-        for _ in range(10_000):
-            sent.append(1)
-            yield b"x" * 10_000
+    async def send(message):
+        answer.append(message)
 
-    # starlette's test client joins the pieces first, so the application is called directly.
-    async def call():
-        pieces, answer = endless(), []
-
-        async def receive():
-            return {"type": "http.request", "body": next(pieces), "more_body": True}
-
-        async def send(message):
-            answer.append(message)
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": ACT,
-            "raw_path": ACT.encode(),
-            "query_string": b"",
-            "http_version": "1.1",
-        }
-        await client.app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
-        return answer
-
-    answer = asyncio.run(call())
-    assert answer[0]["status"] == 413
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": ACT,
+        "raw_path": ACT.encode(),
+        "query_string": b"",
+        "http_version": "1.1",
+        "headers": [(b"content-type", b"application/json"), *headers],
+    }
+    await client.app(scope, receive, send)
     assert (b"connection", b"close") in answer[0]["headers"]
-    assert len(sent) == 11  # the limit is ten pieces
+    return answer[0]["status"]
 
 
-def test_a_declared_length_over_the_limit_is_refused_before_a_byte_is_read(client):
-    async def call():
-        answer = []
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"300000000")]], ids=["undeclared", "declared"])
+def test_a_body_over_the_limit_is_read_to_its_end_and_not_held(client, headers):
+    left = [3000]
 
-        async def receive():
-            raise AssertionError("the body was read")
+    async def receive():
+        left[0] -= 1
+        return {"type": "http.request", "body": bytes(10_000), "more_body": left[0] > 0}
 
-        async def send(message):
-            answer.append(message)
+    tracemalloc.start()
+    try:
+        assert asyncio.run(refused_body(client, receive, headers)) == 413
+        assert tracemalloc.get_traced_memory()[1] < 2e6  # of 30 MB
+    finally:
+        tracemalloc.stop()
+    assert left == [0]
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": ACT,
-            "raw_path": ACT.encode(),
-            "query_string": b"",
-            "http_version": "1.1",
-        }
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"300000000")]
-        await client.app({**scope, "headers": headers}, receive, send)
-        return answer
 
-    assert asyncio.run(call())[0]["status"] == 413
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"300000000")]], ids=["undeclared", "declared"])
+def test_a_body_that_never_ends_is_answered_all_the_same(client, headers, monkeypatch):
+    monkeypatch.setattr(app, "_LINGER_S", 0.05)
+
+    async def receive():
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": bytes(100_000), "more_body": True}
+
+    assert asyncio.run(refused_body(client, receive, headers)) == 413
+
+
+def test_a_caller_that_asks_first_sends_nothing_of_a_body_over_the_limit(client):
+    async def receive():
+        raise AssertionError("the body was read")
+
+    headers = [(b"content-length", b"300000000"), (b"expect", b"100-continue")]
+    assert asyncio.run(refused_body(client, receive, headers)) == 413
 
 
 @pytest.mark.parametrize("name", ["fak", "..", "%2e%2e%2fetc", "x" * 3000, "%00"])

@@ -164,4 +164,5 @@ def test_busy_time_is_seen_while_a_batch_runs(runner, batcher):
         return busy
 
     assert asyncio.run(scenario()) > 0.05
+    batcher.close()  # the answer leaves before the batch ends
     assert batcher.busy_s() == 0.0
