@@ -98,6 +98,8 @@ def drive(station: Station, hub: ConsoleHub, url: str, seconds: float) -> tuple[
         wave = rest + np.array([20, 25, -20, -15, 20, 20]) * (1 - np.cos(passed * 0.8)) / 2
         step = station.act(Planned(wave.astype(np.float32), reading.stamps["observation.state"]), reading, "wave")
         hub.publish(step)
+        if (stopped := station.robot.stopped) is not None:
+            raise SystemExit(f"the robot was stopped by {stopped.by} after {passed:.1f} s: {stopped.why}")
         ticks, dropped = ticks + 1, dropped + (step.verdict is None or step.verdict.sent is None)
         if hands is None and passed > seconds / 2:
             hands = threading.Thread(target=person, args=(url, seconds / 2 - 2), daemon=True)

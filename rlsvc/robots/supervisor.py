@@ -16,7 +16,6 @@ import mmap
 import os
 import select
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -28,10 +27,46 @@ from rlsvc.robots.api import Stopper, Torque
 
 GRACE_S = 0.012
 POLL_S = 0.01
+TORN_S = 1e-4
 START_TIMEOUT_S = 30.0
-_PAGE = struct.Struct("=d?")
-_STOPPED = struct.calcsize("=d")
 QUIT = b"q"
+
+
+class Page:
+    """The memory that both processes share: a deadline twice, and whether the robot was stopped.
+
+    Each number is stored by one instruction, and both are compared, since a deadline that is read while it is half
+    written would stop a robot that is well (struct.pack_into clears its bytes first).
+    """
+
+    def __init__(self, file: int) -> None:
+        """Map the file, of one page."""
+        self._memory = mmap.mmap(file, mmap.PAGESIZE)
+        self._deadlines = memoryview(self._memory)[:16].cast("d")
+
+    @property
+    def deadline(self) -> float:
+        """s by time.monotonic(), infinity for none; where the writer died between the two, the earlier one."""
+        for _ in range(4):
+            first, second = self._deadlines[0], self._deadlines[1]
+            if first == second:
+                return first
+            time.sleep(TORN_S)
+        return min(first, second)
+
+    @deadline.setter
+    def deadline(self, until: float) -> None:
+        self._deadlines[0] = until
+        self._deadlines[1] = until
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the supervisor has stopped the robot."""
+        return self._memory[16] != 0
+
+    @stopped.setter
+    def stopped(self, value: bool) -> None:
+        self._memory[16] = int(value)
 
 
 class Supervisor:
@@ -48,8 +83,8 @@ class Supervisor:
         """
         with tempfile.TemporaryFile() as file:
             file.truncate(mmap.PAGESIZE)
-            self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-            self._page[: _PAGE.size] = _PAGE.pack(math.inf, False)
+            self._page = Page(file.fileno())
+            self._page.deadline = math.inf
             what = {"path": stopper.path, "arguments": stopper.arguments, "torque": torque, "page": file.fileno()}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlsvc.robots.supervisor", json.dumps(what)],
@@ -72,16 +107,16 @@ class Supervisor:
     @property
     def stopped(self) -> bool:
         """Whether it has stopped the robot since the last `reset`."""
-        return self._page[_STOPPED] != 0
+        return self._page.stopped
 
     def expect(self, until: float) -> None:
         """Expect another call before this moment (s, time.monotonic()); infinity: expect none."""
-        struct.pack_into("=d", self._page, 0, until)
+        self._page.deadline = until
 
     def reset(self) -> None:
         """Watch anew after a stop."""
         self.expect(math.inf)
-        self._page[_STOPPED] = 0
+        self._page.stopped = False
 
     def close(self) -> None:
         """End the process without a stop."""
@@ -104,23 +139,22 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     stop = Stopper(what["path"], what["arguments"]).load()
-    page = mmap.mmap(what["page"], mmap.PAGESIZE)
+    page = Page(what["page"])
     os.close(what["page"])
     print("ready", flush=True)  # noqa: T201 - the driving process waits for it
 
     def stop_it() -> None:
-        page[_STOPPED] = 1
+        page.stopped = True
         stop(**what["arguments"], torque=what["torque"])
 
     while True:
-        until = _PAGE.unpack_from(page)[0] + GRACE_S
+        until = page.deadline + GRACE_S
         left = min(max(until - time.monotonic(), 0.0), POLL_S)
         if select.select([0], [], [], left)[0]:
             if os.read(0, 1) != QUIT:
                 _insist(stop_it)
             return
-        deadline, stopped = _PAGE.unpack_from(page)
-        if not stopped and time.monotonic() > deadline + GRACE_S:
+        if not page.stopped and time.monotonic() > page.deadline + GRACE_S:
             _insist(stop_it)
 
 

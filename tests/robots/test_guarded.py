@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from fake_arm import FakeArm, read_log
 from rlsvc.core.errors import BusyError, UserError
 from rlsvc.robots.api import ConnectionLost
 from rlsvc.robots.guarded import GuardedRobot
+from rlsvc.robots.supervisor import Page
 from rlsvc.spec.guard import GuardSpec
 
 HERE = Path(__file__).parent
@@ -163,6 +166,31 @@ def test_a_lost_connection_ends_commanding_and_not_for_ever(robot, arm):
     assert command(robot, [0.01, 0.0], token).refused == "lease"
     robot.start()
     assert command(robot, [0.01, 0.0], token).sent is not None
+
+
+READ_ALL = """
+import sys, time
+from rlsvc.robots.supervisor import Page
+page, seen, end = Page(int(sys.argv[1])), set(), time.monotonic() + 2
+while time.monotonic() < end:
+    seen.add(page.deadline)
+print(sorted(seen))
+"""
+
+
+def test_a_deadline_is_read_whole_however_often_it_is_written(tmp_path):
+    """Half of one reads as a moment long past, at which a robot that is well would be stopped."""
+    with (tmp_path / "page").open("w+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        page = Page(file.fileno())
+        page.deadline = 1e9
+        command = [sys.executable, "-c", READ_ALL, str(file.fileno())]
+        reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[file.fileno()])
+        while reader.poll() is None:
+            for _ in range(1000):
+                page.deadline = math.inf
+                page.deadline = 1e9
+        assert reader.stdout.read() == "[1000000000.0, inf]\n"
 
 
 def test_without_its_supervisor_an_arm_does_not_move(robot, log):
