@@ -18,6 +18,7 @@ from rlsvc.commands import (
     demo,
     doctor,
     jobs,
+    keys,
     policies,
     query,
     serve,
@@ -38,6 +39,7 @@ EXTRAS = {
     **dict.fromkeys(("lerobot", "torch", "datasets"), "lerobot"),
     **dict.fromkeys(("scservo_sdk", "serial", "mujoco"), "robot"),
     "zarr": "zarr",
+    "rerun": "rerun",
 }
 """The extra that brings a package, by the name it is imported under."""
 app = typer.Typer(
@@ -62,11 +64,13 @@ for command in (
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(jobs.submit)
 dataset.app.command()(values.values)
+dataset.app.command()(collect.send)
 for command in dataset_edit.COMMANDS:
     dataset.app.command()(command)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dataset.app, name="dataset")
 app.add_typer(policies.app, name="policies")
+app.add_typer(keys.app, name="keys")
 
 
 @app.callback(invoke_without_command=True)

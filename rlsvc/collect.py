@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rlsvc.collect_send import EpisodeSender, read_key
 from rlsvc.core.contract import TEXT, Contract
 from rlsvc.core.errors import ContractError, UserError
 from rlsvc.core.history import ObservationHistory
@@ -29,11 +30,17 @@ from rlsvc.robots.handover import Handover, Planned
 from rlsvc.robots.operator import Marked
 from rlsvc.robots.station import Step
 from rlsvc.spec.collect import ActorSpec, CollectSpec
+from rlsvc.spec.reward_classifier import RewardSourceSpec
+
+if TYPE_CHECKING:
+    from rlsvc.collect_judge import Judge
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
 RECONNECT_S = 1.0
 METRICS_S = 1.0
+SEND_S = 60.0
+"""Longest that the end of a session waits for a learner to have its episodes."""
 
 
 class Actor(Protocol):
@@ -92,10 +99,10 @@ class ServedActor:
 
     def __init__(self, spec: ActorSpec) -> None:
         """Connect. Raises UserError, PolicyUnavailableError."""
-        from rlsvc.client import PolicyClient
+        from rlsvc.client import ClientOptions, PolicyClient
 
         assert spec.url is not None
-        self._client = PolicyClient(spec.url)
+        self._client = PolicyClient(spec.url, options=ClientOptions(key=read_key(spec.key_file)))
         self.contract, self.version = self._client.contract, self._client.version[:12]
         self.execute = spec.execute or self._client.execute or self.contract.action_horizon
         self._seed = 0
@@ -197,6 +204,8 @@ class _Session:
             self.recorder = stack.enter_context(
                 Recorder(spec.dataset, driver.observation, driver.action, place.rate_hz, spec.robot_type)
             )
+            self.senders = [_sender(spec, one, self.say, stack) for one in given.values() if one and one.send_episodes]
+            self.judge = None if spec.reward is None else _judge(spec.reward, driver, place.rate_hz, stack)
             self.station = open_station(place, driver, stack)
             self.robot, self.operator = self.station.robot, self.station.operator
             self.hub = ConsoleHub(self.station)
@@ -210,6 +219,14 @@ class _Session:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+
+    def _send_the_rest(self) -> None:
+        for sender in self.senders:
+            if left := sender.drain(0.0 if self.stop.is_set() else SEND_S):
+                self.say(
+                    f"{left} episodes are still to be sent: go on with this session, or run rlsvc dataset send "
+                    f"{self.spec.dataset} URL"
+                )
 
     def run(self) -> CollectResult:
         kept, discarded, number = 0, 0, 0
@@ -233,11 +250,14 @@ class _Session:
                 discarded += 1
                 continue
             kept += 1
+            for sender in self.senders:
+                sender.notify()
             self._tell(f"episode {index} is saved: {outcome}")
             if self.pilot is not None and outcome != "cut":
                 won, of = self.judged.get(self.pilot.name, (0, 0))
                 self.judged[self.pilot.name] = (won + (outcome == "success"), of + 1)
         metrics = self.station.metrics()
+        self._send_the_rest()
         return CollectResult(self.recorder.path, kept, discarded, kept < self.spec.episodes, metrics, dict(self.judged))
 
     def _whose_turn(self, kept: int) -> _Pilot | None:
@@ -270,6 +290,8 @@ class _Session:
             self._seed = (self.spec.seed + number) % 2**31
             self.pilot.begin(self._seed)
             progress.policy = self.pilot.actor.version if len(self.pilots) == 1 else "one of two"
+        if self.judge is not None:
+            self.judge.begin()
         try:
             self.station.begin()
             outcome = self._ticks()
@@ -327,6 +349,8 @@ class _Session:
                 told, self.hub.metrics = time.monotonic(), self.station.metrics()
             if (marked := self.operator.take_mark()) is not None:
                 return marked
+            if self.judge is not None and begun and self.judge.look(reading.values):
+                return Marked("success", self.judge.source)
             if self.robot.stopped is not None:
                 self._tell(f"the robot was stopped by {self.robot.stopped.by}: {self.robot.stopped.why}")
                 return "cut"
@@ -379,6 +403,21 @@ class _Session:
     def _tell(self, what: str) -> None:
         self.hub.progress.said = what
         self.say(what)
+
+
+def _judge(spec: RewardSourceSpec, driver: Any, rate_hz: float, stack: ExitStack) -> Judge:
+    from rlsvc.collect_judge import Judge
+
+    judge = Judge(spec, Contract(dict(driver.observation), driver.action, rate_hz))
+    stack.callback(judge.close)
+    return judge
+
+
+def _sender(spec: CollectSpec, actor: ActorSpec, say: Callable[[str], None], stack: ExitStack) -> EpisodeSender:
+    assert actor.url is not None
+    sender = EpisodeSender(Path(spec.dataset), actor.url, read_key(actor.key_file), say)
+    stack.callback(sender.close)
+    return sender
 
 
 def _check_contract(policy: Contract, driver: Any, rate_hz: float, robot: str) -> None:

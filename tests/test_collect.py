@@ -24,7 +24,7 @@ from rlsvc.robots.lock import RobotLock
 from rlsvc.spec.collect import CollectSpec
 from rlsvc.spec.compose import compose_file
 from rlsvc.spec.data import DatasetSpec
-from rlsvc.store.bundle import write_bundle
+from rlsvc.store.bundle import read_bundle, write_bundle
 
 ROOT = Path(__file__).parents[1]
 
@@ -396,3 +396,50 @@ def test_a_person_demonstrates_on_a_virtual_so101_through_lerobots_own_driver(tm
     assert table.columns["observation.images.front"].std() > 5
     behind = table.columns["observation.state"][-1, 0] - table.columns["action"][-1, 0]
     assert abs(behind) < 25.01  # guard.step
+
+
+def classifier(folder: Path, names: tuple[str, ...], arm: FakeArm) -> Path:
+    """A bundle of a reward classifier that has learned nothing: it gives both classes one half, and asks for 0.4."""
+    import jax
+
+    from rlsvc.nn.params import flatten_params
+    from rlsvc.policies import make_classifier
+    from rlsvc.spec.reward_classifier import RewardClassifierSpec
+    from rlsvc.train.calibration import CALIBRATION, Calibration, to_bytes
+
+    observation = {name: arm.observation.get(name, Feature((9,), "float32")) for name in names}
+    seen = Contract(observation, arm.action, 30.0, 1, 0)
+    fields = {"vision": {"crop": None, "width": 8, "keypoints": 8}, "hidden": [16]}
+    spec = RewardClassifierSpec.model_validate(fields).model_dump(mode="json")
+    return write_bundle(
+        folder / "classifier", policy=spec, contract=seen,
+        normalizer=Normalizer.identity({**seen.observation, "action": seen.action}),
+        params=flatten_params(make_classifier(spec, seen).init(jax.random.key(0))),
+        files={CALIBRATION: to_bytes(Calibration(1.0, 0.4, 1.0, 0.5, 1.0, 1.0, 3, 3, 0.1, 0.2))},
+    )  # fmt: skip
+
+
+def test_a_reward_classifier_ends_an_episode_as_a_success_and_says_that_it_did(arm, tmp_path):
+    bundle(tmp_path, arm)
+    path = classifier(tmp_path, ("observation.state", CAMERA), arm)
+    sure, unsure = ({"classifier": str(path), "consecutive": 3, "threshold": t} for t in (None, 0.6))
+    said: list[str] = []
+    collect(session(tmp_path, episodes=2, reward=sure), say=said.append)
+    collect(session(tmp_path, episodes=1, reward=unsure), say=said.append)
+    assert said == ["episode 0 is saved: success", "episode 1 is saved: success", "episode 2 is saved: cut"]
+    table = recorded(tmp_path)
+    ends = table.episode_ends - 1
+    assert table.columns["reward"][ends].ravel().tolist() == [1.0, 1.0, 0.0]
+    assert table.columns["reward"].sum() == 2
+    assert table.columns["next.success"][ends].ravel().tolist() == [True, True, False]
+    sources = [str(source) for source in table.columns["reward_source"][ends].ravel()]
+    assert sources[0] == sources[1] == f"classifier {read_bundle(path).id[:12]}"
+    assert sources[2] == ""
+
+
+def test_a_classifier_that_sees_what_the_robot_does_not_give_is_refused_before_it_moves(arm, tmp_path):
+    bundle(tmp_path, arm)
+    path = classifier(tmp_path, (CAMERA, "observation.force"), arm)
+    with pytest.raises(ContractError, match=r"reward: the classifier sees 'observation\.force', the environment gives"):
+        collect(session(tmp_path, reward={"classifier": str(path)}))
+    assert not (tmp_path / "log").exists()

@@ -42,7 +42,7 @@ class HttpLink:
 
     def open(self, deadline: Deadline) -> Served:
         """Ask which policies there are; see WebSocketLink.open."""
-        self._client = httpx.Client(base_url=self._address.http, trust_env=False)
+        self._client = httpx.Client(base_url=self._address.http, headers=self._options.headers, trust_env=False)
         try:
             served = choose(self._send("GET", "/v1/policies", None, deadline), self._policy)
         except BaseException:
@@ -95,7 +95,7 @@ class AsyncHttpLink:
 
     async def open(self, deadline: Deadline) -> Served:
         """Ask which policies there are; see WebSocketLink.open."""
-        self._client = httpx.AsyncClient(base_url=self._address.http, trust_env=False)
+        self._client = httpx.AsyncClient(base_url=self._address.http, headers=self._options.headers, trust_env=False)
         try:
             served = choose(await self._send("GET", "/v1/policies", None, deadline), self._policy)
         except BaseException:

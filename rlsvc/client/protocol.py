@@ -78,12 +78,19 @@ class ClientOptions:
         retries: attempts after the first, when the server is unreachable or overloaded. Sending a request again is
             harmless: the same seed and step give the same answer.
         backoff_s: pause before the first retry; doubles up to a second.
+        key: API key of a server that asks for one; None sends none.
     """
 
     timeout_s: float = 10.0
     connect_timeout_s: float = 5.0
     retries: int = 12
     backoff_s: float = 0.05
+    key: str | None = field(default=None, repr=False)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request and handshake carries."""
+        return {} if self.key is None else {"authorization": f"Bearer {self.key}"}
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.connect_timeout_s <= 0 or self.retries < 0 or self.backoff_s < 0:

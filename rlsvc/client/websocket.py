@@ -122,7 +122,9 @@ class WebSocketLink:
         self._parts: list[bytes] = []
         self._is_text = False
         self._protocol = websockets.client.ClientProtocol(uri, max_size=MAX_MESSAGE_BYTES)
-        self._protocol.send_request(self._protocol.connect())
+        handshake = self._protocol.connect()
+        handshake.headers.update(self._options.headers)
+        self._protocol.send_request(handshake)
         self._flush(deadline)
         while self._protocol.state is websockets.protocol.State.CONNECTING and self._protocol.handshake_exc is None:
             self._read(deadline.remaining())
@@ -210,6 +212,7 @@ class AsyncWebSocketLink:
             async with asyncio.timeout(seconds):
                 self._connection = await websockets.asyncio.client.connect(
                     self._address.websocket,
+                    additional_headers=self._options.headers,
                     compression=None,
                     max_size=MAX_MESSAGE_BYTES,
                     proxy=None,
@@ -268,5 +271,7 @@ def _lost(address: Address) -> PolicyUnavailableError:
 def _refused_handshake(address: Address, error: Exception) -> Exception:
     status = error.response.status_code if isinstance(error, websockets.exceptions.InvalidStatus) else None
     if status in (401, 403):
-        return RefusedError(f"{address.websocket} refuses the connection: HTTP {status}")
+        return RefusedError(
+            f"{address.websocket} refuses the connection: HTTP {status}; it asks for an API key with the role 'act'"
+        )
     return PolicyUnavailableError(f"{address.websocket} did not open a WebSocket: {error}")

@@ -76,6 +76,24 @@ def replay(
         raise typer.Exit(INTERRUPTED)
 
 
+def send(
+    dataset: Annotated[Path, typer.Argument(help="A LeRobot dataset that rlsvc collect recorded.")],
+    url: Annotated[str, typer.Argument(help="Of the run with rollout.clients: host:port.")],
+    key_file: Annotated[str | None, typer.Option(help="File with the API key; none is sent without it.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Longest to try.")] = 600.0,
+) -> None:
+    """Send a learner the episodes that it lacks, such as those of a session without a network."""
+    from rlsvc.collect_send import read_key, send_all
+    from rlsvc.data.edit import open_lerobot
+
+    there = len(open_lerobot(dataset).episode_ids)
+    say = lambda line: Console().print(line, markup=False, highlight=False)  # noqa: E731
+    left = send_all(dataset, url, read_key(key_file), say, timeout_s)
+    say(f"the learner has {there - left} of {there} episodes")
+    if left:
+        raise typer.Exit(1)
+
+
 def console(robot: Annotated[str, typer.Argument(help="Id of the robot (station.id).")]) -> None:
     """Print the address of a robot's console: of the run or session that drives it on this machine."""
     from rlsvc.robots.console.app import address_file

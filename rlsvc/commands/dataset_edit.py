@@ -102,9 +102,12 @@ def split(
 
 def view(
     source: SourceArgument,
-    page: Annotated[Path, typer.Argument(help="Folder of the page; open index.html in a browser.")],
+    page: Annotated[Path, typer.Argument(help="Folder of the page; open its index.html in a browser.")],
     episodes: Annotated[str | None, typer.Option(help="Only these, such as 0-9; the first 20 without it.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a page that is there.")] = False,
+    rerun: Annotated[
+        bool, typer.Option("--rerun", help="Write an .rrd file an episode for the Rerun viewer instead.")
+    ] = False,
 ) -> None:
     """Write a web page with video, plots of state, action and reward, and where a person intervened."""
     from rlsvc.data.edit import open_lerobot
@@ -113,9 +116,13 @@ def view(
     chosen = _numbers(episodes) or open_lerobot(source).episode_ids[:FIRST_SHOWN]
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
         bar = progress.add_task("episodes", total=len(chosen))
-        written = write_view(
-            source, page, chosen, overwrite=overwrite, on_episode=lambda done: progress.update(bar, completed=done)
-        )
+        tell = lambda done: progress.update(bar, completed=done)  # noqa: E731
+        if rerun:
+            from rlsvc.data.rerun_log import write_rerun
+
+            written = write_rerun(source, page, chosen, on_episode=tell)[0].parent
+        else:
+            written = write_view(source, page, chosen, overwrite=overwrite, on_episode=tell)
     console.print(Text(f"{written}: {len(chosen)} episodes"), soft_wrap=True)
 
 

@@ -27,6 +27,9 @@ def query(
     n: Annotated[int, typer.Option("-n", help="How many requests, one after the other.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the policy's randomness.")] = 0,
     timeout_s: Annotated[float, typer.Option(help="Longest that a request may take, retries included.")] = 10.0,
+    key: Annotated[
+        str | None, typer.Option(envvar="RLSVC_API_KEY", help="API key; better in the variable than on the line.")
+    ] = None,
 ) -> None:
     """Print a policy's actions for one observation, and the latency of asking."""
     from rlsvc.client import ClientOptions, PolicyClient, PolicyUnavailableError, ServerFaultError
@@ -39,7 +42,7 @@ def query(
     console = Console()
     try:
         with PolicyClient(
-            url, policy=policy, transport=transport, options=ClientOptions(timeout_s=timeout_s, retries=3)
+            url, policy=policy, transport=transport, options=ClientOptions(timeout_s=timeout_s, retries=3, key=key)
         ) as client:
             window = client.contract.example_observation() if sent is None else sent
             replies, seconds = [], []

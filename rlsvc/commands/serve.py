@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +20,7 @@ def serve(
         str | None,
         typer.Option(help="Under which clients ask for it; the registered or the policy's name when left out."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback only in this version.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; anything but loopback needs --keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     replicas: Annotated[int, typer.Option(help="Processes that each hold the policy.")] = 1,
     cpus: Annotated[float, typer.Option(help="CPUs of each replica.")] = 1.0,
@@ -34,8 +35,10 @@ def serve(
     root: Annotated[str, typer.Option(help="Where the model registry lives, for models:/ names.")] = "runs",
     max_body_mb: Annotated[int, typer.Option(help="Largest request in MiB; at most 16.")] = 16,
     deadline_s: Annotated[float, typer.Option(help="Longest that a request may take.")] = 30.0,
+    keys: Annotated[Path | None, typer.Option(help="File of API keys (rlsvc keys add); callers must have one.")] = None,
 ) -> None:
     """Serve a policy over HTTP and openpi's WebSocket until Ctrl-C."""
+    from rlsvc.serve.keys import Keys
     from rlsvc.serve.preflight import check_address, check_name, check_resources, hold_port, local_cpus, local_gpus
 
     if not 1 <= batch_size <= 1024 or batch_wait_ms < 0 or not 1 <= max_body_mb <= 16 or deadline_s <= 0:
@@ -45,7 +48,8 @@ def serve(
         )
     if name is not None:
         check_name(name)
-    check_address(host, port)
+    known = None if keys is None else Keys.read(keys)
+    check_address(host, port, keys=known is not None)
     if "RAY_ADDRESS" not in os.environ:
         check_resources(replicas, cpus, gpus, have_cpus=local_cpus(), have_gpus=local_gpus())
 
@@ -73,6 +77,7 @@ def serve(
             batch_wait_s=batch_wait_ms / 1e3,
             deadline_s=deadline_s,
         ),
+        keys=known,
     )
     console = Console(soft_wrap=True)
     previous = signal.getsignal(signal.SIGTERM)
@@ -88,6 +93,8 @@ def serve(
             console.print(f"ready: policy '{deployment.name}' at {base}")
             console.print(f"  POST {base}/v1/policies/{deployment.name}/act   (JSON or msgpack; {base}/docs)")
             console.print(f"  ws{base.removeprefix('http')}/   (openpi's protocol, rlsvc.client)")
+            if known is not None:
+                console.print("  asks for a key; without TLS before it, keys and pictures travel unencrypted")
             console.print(f"  try: rlsvc query {host}:{port} --example -n 100   Ctrl-C stops it")
             threading.Event().wait()
     except KeyboardInterrupt:

@@ -65,13 +65,13 @@ def replay_from_table(
     spec = (spec or ReplaySpec()).replace(capacity=streams * (longest + MARGIN))
     replay = Replay(spec, schema, range(streams), observation=observation, folder=folder, device=device)
     for number in range(table.num_episodes):
-        rows = _rows_of_episode(table.episode(number), number, observation, action, reward, terminated)
+        rows = rows_of_episode(table.episode(number), number, observation, action, reward, terminated)
         ends = np.array([0, len(rows["reward"])], np.int64)
         replay.add(Chunk(0, 0, number, np.array([number % streams], np.int32), ends, rows))
     return replay
 
 
-def _rows_of_episode(
+def rows_of_episode(
     episode: dict[str, np.ndarray],
     number: int,
     observation: Sequence[str],
@@ -79,6 +79,16 @@ def _rows_of_episode(
     reward: str | None,
     terminated: str | None,
 ) -> dict[str, np.ndarray]:
+    """One episode of a table as rows of a `Chunk`, with a final observation as `replay_from_table` says.
+
+    Args:
+        episode: its columns, [n, ...].
+        number: what the rows are to say as `episode`.
+        observation: names of columns that are kept.
+        action: likewise; it becomes `action`.
+        reward: name of the reward's column; None gives zeros.
+        terminated: name of a column that is True at a step that ended the episode for good; None is a truncation.
+    """
     steps = len(episode[action])
     ends = terminated is not None and bool(np.reshape(episode[terminated], steps)[-1])
     row = np.arange(steps + ends)

@@ -46,7 +46,7 @@ class Page:
 
     @property
     def deadline(self) -> float:
-        """s by time.monotonic(), infinity for none; where the writer died between the two, the earlier one."""
+        """By time.monotonic(), s; infinity for none. Where the writer died between the two, the earlier one."""
         for _ in range(4):
             first, second = self._deadlines[0], self._deadlines[1]
             if first == second:

@@ -7,8 +7,6 @@ included.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from time import perf_counter
 from typing import Any
@@ -24,6 +22,7 @@ import rlsvc
 from rlsvc.core.errors import unknown_name
 from rlsvc.core.wire import pack
 from rlsvc.serve import openapi
+from rlsvc.serve.body import read_body
 from rlsvc.serve.codec import (
     JSON,
     MSGPACK,
@@ -35,26 +34,29 @@ from rlsvc.serve.codec import (
     encode,
     media_type,
 )
+from rlsvc.serve.keys import Authenticated, Keys
 from rlsvc.serve.metrics import CONTENT_TYPE
+from rlsvc.serve.oip import add_oip_routes
 from rlsvc.serve.service import PolicyService, internal_error, timing
 
 logger = logging.getLogger(__name__)
 
-_LINGER_S = 10.0
-"""Longest that a body which is refused is read on, seconds."""
 
-
-def build_app(service: PolicyService) -> FastAPI:
+def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
     """The application for one policy.
 
     Args:
         service: the policy; loaded and warm, so that the application is ready as soon as it is reachable.
+        keys: who may use it; None lets everybody who reaches it.
     """
     app = FastAPI(
         title="rlsvc",
         version=rlsvc.__version__,
         description="Robot policies: an observation in, a chunk of actions out.",
     )
+
+    if keys is not None:
+        app.add_middleware(Authenticated, keys=keys)
 
     def served(name: str) -> PolicyService:
         if name != service.name:
@@ -74,7 +76,7 @@ def build_app(service: PolicyService) -> FastAPI:
             policy = served(name)
             kind = media_type(request.headers.get("content-type"))
             limit = policy.settings.max_body_bytes
-            asked = decode_request(await _read_body(request, limit), kind, limit)
+            asked = decode_request(await read_body(request, limit), kind, limit)
             answer = await policy.act(asked, transport="http", received=received)
         except RequestError as refusal:
             return _refused(service, refusal, kind)
@@ -84,6 +86,8 @@ def build_app(service: PolicyService) -> FastAPI:
             return _refused(service, internal_error(error), kind)
         body = {"action": answer.action, "version": answer.version, "timing": timing(answer, received)}
         return Response(encode(body, kind), media_type=kind)
+
+    add_oip_routes(app, service)
 
     @app.get("/v1/policies", responses=openapi.LIST_RESPONSES)
     async def policies() -> dict[str, Any]:
@@ -141,36 +145,6 @@ def build_app(service: PolicyService) -> FastAPI:
         return _refused(service, internal_error(error), JSON)
 
     return app
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The body, of which never more than `limit` bytes and a piece are held.
-
-    What is too large is read to its end, or for `_LINGER_S`, and dropped: a connection that closes while the caller
-    still sends loses the answer on its way, and the caller would see a broken connection instead of the reason. A
-    caller that asks first (`Expect: 100-continue`) sends nothing.
-    """
-    refusal = RequestError(413, "too_large", f"the body is larger than {limit} bytes, which is the limit here")
-    declared = request.headers.get("content-length", "")
-    too_large = declared.isdigit() and int(declared) > limit
-    if too_large and "expect" in request.headers:
-        raise refusal
-    pieces: list[bytes] = []
-    size = 0
-    loop = asyncio.get_running_loop()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S if too_large else None) as lingering:
-            async for piece in request.stream():
-                size += len(piece)
-                if size > limit and not too_large:
-                    too_large = True
-                    pieces.clear()
-                    lingering.reschedule(loop.time() + _LINGER_S)
-                if not too_large:
-                    pieces.append(piece)
-    if too_large:
-        raise refusal
-    return b"".join(pieces)
 
 
 def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Response:

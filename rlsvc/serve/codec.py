@@ -119,8 +119,8 @@ def as_request(message: Any) -> ActRequest:
     step = message.get("step")
     return ActRequest(
         {key: _array(key, value) for key, value in observation.items()},
-        seed=_integer("seed", message.get("seed", 0)),
-        step=None if step is None else _integer("step", step),
+        seed=as_integer("seed", message.get("seed", 0)),
+        step=None if step is None else as_integer("step", step),
     )
 
 
@@ -129,7 +129,8 @@ def encode(message: dict[str, Any], kind: str) -> bytes:
     return pack(message) if kind == MSGPACK else orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _integer(name: str, value: Any) -> int:
+def as_integer(name: str, value: Any) -> int:
+    """A request's seed or step. Raises RequestError, 400."""
     if isinstance(value, np.integer):
         value = int(value)
     if type(value) is not int or not 0 <= value < MAX_INTEGER:

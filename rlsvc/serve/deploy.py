@@ -19,6 +19,7 @@ from rlsvc.serve.service import ServeSettings
 
 if TYPE_CHECKING:
     from rlsvc.runner import ServedRunner
+    from rlsvc.serve.keys import Keys
 
 APP = "rlsvc"
 
@@ -38,6 +39,7 @@ class Deployment:
         replicas: how many.
         cpus, gpus: of each replica.
         settings: limits.
+        keys: who may use it; None lets everybody who reaches it.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Deployment:
     cpus: float = 1.0
     gpus: float = 0.0
     settings: ServeSettings = field(default_factory=ServeSettings)
+    keys: Keys | None = None
 
     def replica_environment(self) -> dict[str, str]:
         """Set in the replica's process before it imports jax: share a card, and stay off cards not asked for."""
@@ -96,7 +99,7 @@ def start(deployment: Deployment) -> None:
             proxy_location="HeadOnly",
             http_options={"host": deployment.host, "port": deployment.port, "keep_alive_timeout_s": 60},
         )
-        serve.run(policy.bind(deployment.name, deployment.load, settings), name=APP, route_prefix="/")
+        serve.run(policy.bind(deployment.name, deployment.load, settings, deployment.keys), name=APP, route_prefix="/")
         wait_for_replicas(deployment.replicas, os.environ)
     except (RayError, RuntimeError, TimeoutError) as error:
         app = serve.status().applications.get(APP) if isinstance(error, RuntimeError) else None

@@ -60,7 +60,7 @@ class Metrics:
             registry=self.registry,
         )
         # Present from the start: an alarm on a counter that has never moved needs the zero.
-        for transport in ("http", "websocket"):
+        for transport in ("http", "websocket", "oip"):
             self._requests.labels(**self._labels, transport=transport)
 
     def answered(self, transport: str, *, wire_s: float, queue_s: float, model_s: float, batch_size: int) -> None:

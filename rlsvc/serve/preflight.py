@@ -32,17 +32,23 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_address(host: str, port: int) -> None:
+def check_address(host: str, port: int, *, keys: bool = False) -> None:
     """Refuse an address that would be open to others, or that is taken.
 
+    Args:
+        host: to listen on.
+        port: likewise.
+        keys: whether callers are asked for one.
+
     Raises:
-        UserError: not a loopback address, or a bad port.
+        UserError: not a loopback address, and no keys, or a bad port.
         BusyError: something listens there.
     """
-    if not is_loopback(host):
+    if not (keys or is_loopback(host)):
         raise UserError(
-            f"--host {host}: this version has no authentication, so it listens on loopback only (127.0.0.1). "
-            f"To reach it from a robot, forward the port: ssh -N -L {port}:127.0.0.1:{port} <this machine>"
+            f"--host {host}: without keys it listens on loopback only (127.0.0.1). Make keys (rlsvc keys add NAME "
+            "--role act) and give them (--keys keys.json), "
+            f"or forward the port: ssh -N -L {port}:127.0.0.1:{port} <this machine>"
         )
     if not 1 <= port <= 65535:
         raise UserError(f"--port {port}: expected 1 to 65535")

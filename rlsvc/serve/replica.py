@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from rlsvc.runner import ServedRunner
+    from rlsvc.serve.keys import Keys
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
@@ -50,23 +51,27 @@ class PolicyReplica:
     the Serve controller dies this replica goes on answering.
     """
 
-    async def __init__(self, name: str, load: Callable[[], ServedRunner], settings: ServeSettings) -> None:
+    async def __init__(
+        self, name: str, load: Callable[[], ServedRunner], settings: ServeSettings, keys: Keys | None = None
+    ) -> None:
         """Load and compile; Serve sends no request before this is over.
 
         Args:
             name: of the policy.
             load: makes the runner, in this process.
             settings: limits.
+            keys: who may use it; None lets everybody who reaches it.
         """
         from ray import serve
 
         runner = await asyncio.to_thread(load)
         await asyncio.to_thread(runner.warm_up)
+        self._keys = keys
         self._service = PolicyService(name, runner, settings, replica=serve.get_replica_context().replica_tag)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """What Ray Serve calls for the application, once `__init__` is over."""
-        return build_app(self._service)
+        return build_app(self._service, self._keys)
 
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica.

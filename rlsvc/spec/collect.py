@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlsvc.spec.base import Spec
+from rlsvc.spec.reward_classifier import RewardSourceSpec
 from rlsvc.spec.station import ConsoleSpec, StationSpec
 
 
@@ -16,7 +17,12 @@ class ActorSpec(Spec):
     bundle: str | None = None
     """Folder of a policy bundle, or models:/name@alias, that acts in this process."""
     url: str | None = None
-    """Address of a served policy: "host:port"."""
+    """Address of a served policy, or of a run with `rollout.clients`: "host:port"."""
+    key_file: str | None = None
+    """File with the API key for the url, which nobody else may read; null sends none."""
+    send_episodes: bool = False
+    """Send every episode of the dataset that the run behind the url lacks, those of earlier sessions too; without a
+    network they wait on this disk."""
     mode: Literal["sync", "async"] = "async"
     """sync: the robot waits for each chunk; async: the next chunk is made while the last one is executed."""
     execute: int | None = Field(default=None, ge=1)
@@ -33,6 +39,8 @@ class ActorSpec(Spec):
     def _one_of_both(self) -> Self:
         if (self.bundle is None) == (self.url is None):
             raise ValueError("bundle, url: expected one of the two")
+        if self.url is None and (self.send_episodes or self.key_file is not None):
+            raise ValueError("send_episodes, key_file: they go with a url, got a bundle")
         if self.execute is not None and self.ahead is not None and self.ahead > self.execute:
             raise ValueError(f"ahead: got {self.ahead}, at most execute = {self.execute}")
         return self
@@ -58,6 +66,9 @@ class CollectSpec(Spec):
     against: ActorSpec | None = None
     """A second policy, to be compared with `policy`: episodes come in pairs that begin alike, one of each policy in an
     order that is drawn anew, and whoever judges is not told which one acts."""
+    reward: RewardSourceSpec | None = None
+    """A reward classifier that ends an episode as a success with reward 1; whoever is at the console may end it before,
+    and their word counts. null leaves that to people."""
     console: ConsoleSpec | None = ConsoleSpec()
     """null: episodes begin by themselves and end with their time, for tests and robots that need nobody."""
     seed: int = Field(default=0, ge=0, lt=2**31)

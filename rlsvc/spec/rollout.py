@@ -14,6 +14,34 @@ from rlsvc.spec.reward_classifier import RewardSourceSpec
 from rlsvc.spec.stand_in import StandInSpec
 
 
+class ClientsSpec(Spec):
+    """Where robots' computers that are no part of the cluster find a run: they ask it for actions, and send episodes.
+
+    Each runs `rlsvc collect` with `policy: {url: HOST:PORT, key_file: ..., send_episodes: true}`.
+    """
+
+    host: str = "127.0.0.1"
+    """Listens on this address; anything but loopback needs `keys`."""
+    port: int = Field(default=8100, ge=0, le=65535)
+    """0 takes a free one."""
+    keys: str | None = None
+    """File of API keys (rlsvc keys add NAME --role read --role act --role record), by whose names the robots are told
+    apart; null asks nobody for one."""
+    robots: int = Field(default=1, ge=1, le=64)
+    """Robots that are answered at once, in one batch; more wait for each other."""
+    max_episode_mb: int = Field(default=1024, ge=1)
+    """Largest episode that is taken, MiB."""
+
+    @model_validator(mode="after")
+    def _closed(self) -> Self:
+        if self.keys is None and self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise ValueError(
+                f"host: got {self.host} and no keys, expected loopback: whoever reaches it trains the policy. Make "
+                "keys (rlsvc keys add ROBOT --role read --role act --role record) and name their file in `keys`"
+            )
+        return self
+
+
 class RolloutSpec(Spec):
     """Rollout workers of online phases: Ray actors, or with --local this process."""
 
@@ -50,6 +78,8 @@ class RolloutSpec(Spec):
     reward: RewardSourceSpec | None = None
     """A reward classifier that rewards rollouts and ends them as successes, on the worker's CPU; null takes the
     environment's own rewards. Evaluations are scored by the environment."""
+    clients: ClientsSpec | None = None
+    """Robots' computers without Ray that collect in place of workers; the run has no `env` then. null has none."""
     timeout_s: float = Field(default=120.0, gt=0)
     """A worker that answers nothing for this long is killed and replaced."""
     start_timeout_s: float = Field(default=600.0, gt=0)

@@ -125,7 +125,8 @@ class RunSpec(Spec):
     @property
     def people_intervene(self) -> bool:
         """Whether rollouts say of each step if a person, or a stand-in for one, acted."""
-        return isinstance(self.env, RobotEnvSpec) or self.rollout.stand_in is not None
+        rollout = self.rollout
+        return isinstance(self.env, RobotEnvSpec) or rollout.stand_in is not None or rollout.clients is not None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -166,6 +167,7 @@ class RunSpec(Spec):
         self._check_phases()
         self._check_robot()
         self._check_one_robot()
+        self._check_clients()
         if self.data is not None:
             groups = sorted({dataset.group for dataset in self.data.datasets})
             group = self.evaluation.group
@@ -206,6 +208,28 @@ class RunSpec(Spec):
                 f"{self.env.start_timeout_s:g} s for a person (env.start_timeout_s); expected more than that"
             )
 
+    def _check_clients(self) -> None:
+        """Robots far away step when they want, and are judged by the people beside them."""
+        rollout = self.rollout
+        if rollout.clients is None:
+            return
+        if ALGORITHMS[self.algo.name].episodes is None:
+            able = " or ".join(name for name, entry in ALGORITHMS.items() if entry.episodes is not None)
+            raise ValueError(
+                f"rollout.clients: {self.algo.name} learns from steps, but whole episodes are sent; take {able}"
+            )
+        if self.env is not None:
+            raise ValueError("rollout.clients: robots far away collect, so the run has no env; leave one of both out")
+        if rollout.mode != "async":
+            raise ValueError("rollout.mode: got sync, expected async with rollout.clients: robots do not wait")
+        if rollout.inference != "local":
+            raise ValueError("rollout.inference: got central, expected local with rollout.clients: the run itself acts")
+        for name in ("stand_in", "reward"):
+            if getattr(rollout, name) is not None:
+                raise ValueError(f"rollout.{name}: people stand beside the robots of rollout.clients; leave it out")
+        if random := next((phase.name for phase in self.phases if phase.acting == "random"), None):
+            raise ValueError(f"phase '{random}': acting random, but the robots of rollout.clients ask the policy")
+
     def _check_phases(self) -> None:
         entry = ALGORITHMS[self.algo.name]
         if bool(self.phases) == (self.total_steps is not None):
@@ -227,7 +251,8 @@ class RunSpec(Spec):
                     raise ValueError(
                         f"{where}: unknown hook '{hook}'{hint}; {self.algo.name} has: {', '.join(choices)}"
                     )
-            if self.env is None and (phase.type != "offline" or EVALUATE in phase.hooks):
+            steps = phase.type == "online" and self.rollout.clients is None
+            if self.env is None and (steps or phase.type == "eval_only" or EVALUATE in phase.hooks):
                 raise ValueError(f"{where}: it steps or evaluates in an environment, and the run has no `env`")
             if not phase.update_hooks:
                 continue

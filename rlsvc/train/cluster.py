@@ -104,7 +104,7 @@ def check_resources(spec: RunSpec) -> None:
     per_rank = spec.learner.gpus_per_rank or 0.0
     asked = {"CPU": [(ranks * spec.learner.cpus_per_rank, f"{ranks} ranks x {spec.learner.cpus_per_rank:g}")]}
     asked["GPU"] = [(ranks * per_rank, f"{ranks} ranks x {per_rank:g}")]
-    if spec.online:
+    if spec.online and rollout.clients is None:
         share = rollout.cpus_per_worker
         asked["CPU"].append((rollout.workers * share, f"{rollout.workers} rollout workers x {share:g}"))
         if rollout.inference == "central":

@@ -33,6 +33,7 @@ class RewardRunner:
     Attributes:
         contract: what it sees.
         calibration: as found on held-out episodes.
+        version: the bundle's id.
     """
 
     def __init__(self, path: str | Path, *, device: str = "auto") -> None:
@@ -49,6 +50,7 @@ class RewardRunner:
         if not file.exists():
             raise BundleError(f"{bundle.path}: it has no {CALIBRATION}; train it with held-out episodes")
         self.calibration = from_bytes(file.read_bytes(), file)
+        self.version = bundle.id
         self.contract, self._transforms = bundle.contract, RobotTransforms(bundle.robot)
         self._params = jax.device_put(unflatten_params(bundle.params, jax.eval_shape(net.init, jax.random.key(0))))
         temperature, normalizer = self.calibration.temperature, bundle.normalizer
@@ -74,8 +76,12 @@ class RewardRunner:
         p = self.probabilities(observation)
         return p @ np.linspace(0, 1, p.shape[1], dtype=np.float32)
 
-    def check(self, env: Contract) -> None:
-        """Refuse an environment that does not give what it sees.
+    def check(self, env: Contract, where: str = "rollout.reward") -> None:
+        """Refuse an environment, or a robot, that does not give what it sees.
+
+        Args:
+            env: what is there.
+            where: what asks for it, for the message.
 
         Raises:
             ContractError: names the observation.
@@ -83,12 +89,10 @@ class RewardRunner:
         given = self._transforms.seen(env).observation
         for name, feature in self.contract.observation.items():
             if name not in given:
-                raise ContractError(
-                    f"rollout.reward: the classifier sees '{name}', the environment gives: {', '.join(given)}"
-                )
+                raise ContractError(f"{where}: the classifier sees '{name}', the environment gives: {', '.join(given)}")
             if (given[name].shape, given[name].dtype) != (feature.shape, feature.dtype):
                 raise ContractError(
-                    f"rollout.reward: '{name}' is {given[name].dtype} {given[name].shape} in the environment, the "
+                    f"{where}: '{name}' is {given[name].dtype} {given[name].shape} in the environment, the "
                     f"classifier was trained on {feature.dtype} {feature.shape}"
                 )
 

@@ -32,20 +32,30 @@ PROBE_TIMEOUT_S = 10.0
 """A central actor that does not say how it is within this time is taken for lost."""
 
 
-def make_rollouts(spec: RunSpec, contract: Contract, journal: Journal, local: bool, run_dir: Path) -> Rollouts:
+def make_rollouts(spec: RunSpec, contract: Contract | None, journal: Journal, local: bool, run_dir: Path) -> Rollouts:
     """The rollout workers of a run, and the central actor if it has one; started when they are first needed.
 
     Args:
         spec: of the run, with numbers for GPUs.
-        contract: of the environment.
+        contract: of the environment; None where robots' computers without Ray collect.
         journal: of the run; a worker that sent chunks into it before begins with a new incarnation.
         local: without Ray.
         run_dir: of the run.
     """
+    if spec.rollout.clients is not None:
+        return LaterRollouts(partial(_open_to_clients, spec, journal, local, run_dir))
+    assert contract is not None
     if ALGORITHMS[spec.algo.name].episodes is None:
         return _start(spec, contract, journal, local, run_dir)
     # What acts is known once the learner has read the demonstrations.
     return LaterRollouts(partial(_start, spec, contract, journal, local, run_dir))
+
+
+def _open_to_clients(spec: RunSpec, journal: Journal, local: bool, run_dir: Path) -> Rollouts:
+    from rlsvc.train.clients import ClientRollouts
+
+    device = spec.device if local else "cpu"
+    return ClientRollouts(spec, make_acting(spec, None, run_dir), journal, run_dir, device)
 
 
 def _start(spec: RunSpec, contract: Contract, journal: Journal, local: bool, run_dir: Path) -> Rollouts:

@@ -93,12 +93,12 @@ ACTING = "acting"
 """In a run's folder: a bundle without weights, from which rollout workers know what the learner made of the data."""
 
 
-def make_acting(spec: RunSpec, contract: Contract, run_dir: Path) -> Acting:
+def make_acting(spec: RunSpec, contract: Contract | None, run_dir: Path) -> Acting:
     """The policy of a run as its rollout workers need it.
 
     Args:
         spec: of the run.
-        contract: the environment's.
+        contract: the environment's; None where demonstrations say what there is.
         run_dir: where the learner says what it made of demonstrations, if it learns from windows of them.
     """
     if ALGORITHMS[spec.algo.name].episodes is not None:
@@ -107,6 +107,7 @@ def make_acting(spec: RunSpec, contract: Contract, run_dir: Path) -> Acting:
             made.policy, made.contract, made.normalizer, made.precision, folder=made.path, robot=made.robot,
             group=spec.evaluation.group, **_around(spec),
         )  # fmt: skip
+    assert contract is not None
     policy = spec.policy.model_dump(mode="json")
     acting = Acting(policy, contract, Normalizer.from_contract(contract), spec.precision, extra_columns(spec, contract))
     return replace(acting, **_around(spec))

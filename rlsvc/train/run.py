@@ -111,7 +111,6 @@ def train(
         stack.callback(run.close)
         journal = rollouts = None
         if spec.online:
-            assert contract is not None
             journal = stack.enter_context(Journal(folder / "journal"))
             rollouts = make_rollouts(spec, contract, journal, local, folder)
             stack.callback(rollouts.close)

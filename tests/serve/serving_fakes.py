@@ -89,12 +89,12 @@ def service_of(runner, **settings):
 
 
 @contextlib.contextmanager
-def serving(runner, port: int = 0, uvicorn_options: dict | None = None, **settings):
+def serving(runner, port: int = 0, uvicorn_options: dict | None = None, keys=None, **settings):
     """Serve a runner on a loopback socket with uvicorn, as a Ray Serve replica does; gives "127.0.0.1:port"."""
     with service_of(runner, **settings) as service:
         # No logging set-up by uvicorn: it closes all handlers there are, and absl's closes the stderr that pytest lent.
         options = {"log_config": None, "log_level": "error", "timeout_graceful_shutdown": 1} | (uvicorn_options or {})
-        config = uvicorn.Config(build_app(service), host="127.0.0.1", port=port, **options)
+        config = uvicorn.Config(build_app(service, keys), host="127.0.0.1", port=port, **options)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 from rlsvc.core.contract import Contract
 from rlsvc.core.types import MALFORMED, ActionChunk
 from rlsvc.core.wire import pack, unpack
-from rlsvc.serve import app
+from rlsvc.serve import body as reading
 from rlsvc.serve.app import build_app
 
 ACT = "/v1/policies/fake/act"
@@ -229,7 +229,7 @@ def test_a_body_over_the_limit_is_read_to_its_end_and_not_held(client, headers):
 
 @pytest.mark.parametrize("headers", [[], [(b"content-length", b"300000000")]], ids=["undeclared", "declared"])
 def test_a_body_that_never_ends_is_answered_all_the_same(client, headers, monkeypatch):
-    monkeypatch.setattr(app, "_LINGER_S", 0.05)
+    monkeypatch.setattr(reading, "LINGER_S", 0.05)
 
     async def receive():
         await asyncio.sleep(0)

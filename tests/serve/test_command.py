@@ -26,6 +26,7 @@ from rlsvc.core.errors import BundleError, BusyError, NotFoundError, UserError
 from rlsvc.data.normalize import Normalizer
 from rlsvc.serve import preflight
 from rlsvc.serve.haproxy import free_ports, haproxy_environment, wait_for_replicas
+from rlsvc.serve.keys import new_key, write_file
 from rlsvc.store.bundle import write_bundle
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,14 @@ def no_cluster(monkeypatch):
 def test_listening_for_others_without_authentication_is_refused(bundle, host):
     with pytest.raises(UserError, match="loopback only"):
         serve(str(bundle), host=host)
+
+
+def test_with_keys_it_may_listen_for_others_and_bad_keys_are_refused_first(bundle, tmp_path):
+    (port,) = free_ports(1)
+    preflight.check_address("0.0.0.0", port, keys=True)
+    (tmp_path / "keys.json").write_text("{}")
+    with pytest.raises(UserError, match="expected a file of keys"):
+        serve(str(bundle), host="0.0.0.0", port=port, keys=tmp_path / "keys.json")
 
 
 def test_a_port_in_use_is_refused(bundle):
@@ -255,7 +264,10 @@ def rlsvc(*arguments, **options):
 def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_path):
     (port,) = free_ports(1)
     url = f"127.0.0.1:{port}"
-    command = [sys.executable, "-m", "rlsvc.cli", "serve", str(bundle), "--port", str(port), "--batch-size", "4"]
+    key, kept = new_key("robot", ("read", "act"))
+    write_file(tmp_path / "keys.json", (kept,))
+    options = ["--port", str(port), "--batch-size", "4", "--keys", str(tmp_path / "keys.json")]
+    command = [sys.executable, "-m", "rlsvc.cli", "serve", str(bundle), *options]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
@@ -266,9 +278,11 @@ def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_pa
         started = psutil.Process(process.pid).children(recursive=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            policy = WebsocketClientPolicy(f"ws://{url}")
+            policy = WebsocketClientPolicy(f"ws://{url}", api_key=key)
         assert policy.infer({"observation.state": np.zeros(3)})["actions"].shape == (4, 2)
-        queried = rlsvc("query", url, "--example", "-n", "20")
+        keyless = rlsvc("query", url, "--example")
+        assert (keyless.returncode, "it asks for an API key" in keyless.stderr) == (2, True)
+        queried = rlsvc("query", url, "--example", "-n", "20", "--key", key)
         assert queried.returncode == 0, queried.stderr
         assert "latency over ws: p50" in queried.stdout
         second = rlsvc("serve", str(bundle), "--port", str(port))
@@ -282,7 +296,7 @@ def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_pa
             if connection.status == psutil.CONN_LISTEN
         }
         assert listening == {"127.0.0.1"}
-        with PolicyClient(url, options=ClientOptions(timeout_s=90.0, retries=100)) as client:
+        with PolicyClient(url, options=ClientOptions(timeout_s=90.0, retries=100, key=key)) as client:
             before = client.act({"observation.state": np.zeros(3)}, seed=1, step=2)
             (replica,) = [child for child in started if "ServeReplica" in " ".join(child.cmdline())]
             replica.kill()
