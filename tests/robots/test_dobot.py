@@ -389,7 +389,7 @@ def test_a_real_arms_recorded_actions_are_replayed(root: Path):
     measured = []
     with (
         VirtualCR5(np.rad2deg(state[0]), enabled=True, time_scale=0.0) as robot,
-        connected(robot, gripper=GRIPPER, servo_time_s=0.1) as driver,
+        connected(robot, gripper=GRIPPER, servo_time_s=0.1, stale_after_s=5.0) as driver,
     ):
         for i, step in enumerate(np.diff(seconds, append=seconds[-1] + 0.1)):
             driver.send(np.append(positions[i], action[i, 6]).astype(np.float32))
