@@ -231,6 +231,7 @@ def submit(head: str, *words: str, **env: str):
     return CliRunner(env={"RAY_AUTH_TOKEN": TOKEN, **env}).invoke(APP, ["submit", "--address", head, *words])
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_job_runs_the_sent_tree_its_log_is_followed_and_it_does_not_run_twice(head, tmp_path):
     tree = package_tree(
@@ -298,6 +299,7 @@ def test_this_tree_trains_a_policy_as_a_job(head, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_missing_and_a_wrong_token_are_refused_with_what_to_do(head):
     with (
         JobsClient(head) as client,

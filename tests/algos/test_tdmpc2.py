@@ -96,6 +96,7 @@ def test_k_updates_in_one_call_equal_k_calls_of_one(made):
     assert_same(many, ones)
 
 
+@pytest.mark.slow
 def test_steady_state_compiles_nothing(made):
     run(made, [1, 2], source())
     before = made._update._cache_size()
@@ -283,6 +284,7 @@ def test_a_mean_over_nothing_is_zero():
     assert masked_mean(x, mask, jnp.array([0.5, 1.0])).tolist() == [0.5, 0.0]
 
 
+@pytest.mark.slow
 def test_tasks_learn_together_and_their_embeddings_stay_in_the_unit_ball():
     features = {**FEATURES, "task_index": Feature((), "int64")}
     tasks = {"tasks": [{"name": "a", "action_dim": 2}, {"name": "b", "action_dim": 1}], "task_dim": 4}
@@ -294,6 +296,7 @@ def test_tasks_learn_together_and_their_embeddings_stay_in_the_unit_ball():
     assert np.isfinite([float(v) for v in metrics.values()]).all()
 
 
+@pytest.mark.slow
 def test_pixels_train():
     features = {"observation.image": Feature((64, 64, 3), "uint8")}
     made = algorithm(features, {"channels": 2}, batch_size=2)
@@ -302,6 +305,7 @@ def test_pixels_train():
     assert np.isfinite(float(metrics["total_loss"]))
 
 
+@pytest.mark.slow
 def test_tdmpcs_heads_and_free_latents_train_too():
     """The parts of TD-MPC (arXiv:2203.04955) that are configuration."""
     made = algorithm(policy={"bins": 0, "simnorm_dim": None, "num_q": 2})
@@ -309,6 +313,7 @@ def test_tdmpcs_heads_and_free_latents_train_too():
     assert np.isfinite([float(v) for v in metrics.values()]).all()
 
 
+@pytest.mark.slow
 def test_several_seeds_train_as_one_program(made):
     keys, data = jax.random.split(jax.random.key(3), 2), source()
     states = jax.jit(jax.vmap(made.init))(keys)
