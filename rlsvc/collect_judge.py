@@ -12,12 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from rlsvc.core.contract import Contract
+from rlsvc.core.types import CLASSIFIER
 from rlsvc.spec.reward_classifier import RewardSourceSpec
 from rlsvc.store.registry import resolve
 from rlsvc.train.reward import RewardRunner
-
-SOURCE = "classifier "
-"""What `reward_source` says of a reward that a classifier gave, before its version."""
 
 
 class Judge:
@@ -41,7 +39,7 @@ class Judge:
         path = resolve(spec.classifier)
         self._runner = RewardRunner(path, device="cpu")
         self._runner.check(robot, "reward")
-        self.source = f"{SOURCE}{self._runner.version[:12]}"
+        self.source = f"{CLASSIFIER}{self._runner.version[:12]}"
         self._threshold = self._runner.calibration.threshold if spec.threshold is None else spec.threshold
         self._consecutive = spec.consecutive
         example = robot.example_observation(1)

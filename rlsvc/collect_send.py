@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from rlsvc.client.protocol import Address
+from rlsvc.client.protocol import Address, ClientOptions
 from rlsvc.core.errors import NotFoundError, UserError
 from rlsvc.data.lerobot_meta import read_meta
 from rlsvc.data.pack_episode import dataset_id
@@ -45,7 +45,7 @@ class EpisodeSender:
         """
         self._dataset, self._say = dataset, say
         self._address = Address.parse(url).http
-        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._headers = ClientOptions(key=key).headers
         self._wake, self._stop = threading.Event(), threading.Event()
         self._held: set[int] = set()
         self._refused: set[int] = set()

@@ -44,7 +44,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         pytest.MonkeyPatch.context() as patch,
     ):
         for name, value in haproxy_environment(Path(folder)).items():
-            patch.setenv(name, value)
+            patch.setenv(name, os.environ.get(name, value))
         context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         yield context
         ray.shutdown()

@@ -109,3 +109,11 @@ def test_a_command_that_needs_more_says_which_extra(blocked, arguments):
     assert done.returncode == 2, done.stderr
     assert "rlsvc[" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_session_at_a_robot_that_sends_its_episodes_needs_no_ray():
+    done = python(
+        "import sys\nsys.modules['ray'] = None\n"
+        "import rlsvc.collect, rlsvc.collect_send, rlsvc.data.pack_episode, rlsvc.client, rlsvc.robots.lerobot"
+    )
+    assert done.returncode == 0, done.stderr

@@ -18,6 +18,8 @@ why they are none. Such a row is NaN, unless the policy has an action that holds
 INTERVENTION, COMMANDED = "intervention", "commanded"
 """Columns that rows may have: bool, a person (or a stand-in) acted; [A], what was asked for, by the policy or the
 person, where a guard stands before the robot. `action` is what was executed."""
+CLASSIFIER = "classifier "
+"""What a recorded `reward_source` says of a reward that a classifier gave, before its version."""
 REWARD_SOURCE, REWARD_SOURCES = "reward_source", ("environment", "person", "classifier")
 """A column that rows may have, int32, which of these the reward is from; without it, the environment."""
 

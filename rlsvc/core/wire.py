@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgpack
 import numpy as np
@@ -160,6 +160,15 @@ def _dtype(text: Any) -> np.dtype:
         raise WireError(f"array dtype {text!r} is not known") from error
 
 
+def is_shape(value: Any) -> TypeGuard[list[int]]:
+    """Whether a decoded value is a list of sizes that an array may have."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(n) is int and 0 <= n < 2**31 for n in value)
+    )
+
+
 def array_from_bytes(data: Any, dtype_text: Any, shape: Any) -> np.ndarray:
     """An array [*shape] that is a read-only view of `data`, once all three are known to agree.
 
@@ -174,11 +183,7 @@ def array_from_bytes(data: Any, dtype_text: Any, shape: Any) -> np.ndarray:
     dtype = _dtype(dtype_text)
     if not isinstance(data, bytes):
         raise WireError("array data is not bytes")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > MAX_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
-    ):
+    if not is_shape(shape):
         raise WireError(f"array shape {str(shape)[:60]} is not a list of at most {MAX_DIMENSIONS} sizes")
     expected = math.prod(shape) * dtype.itemsize
     if expected != len(data):

@@ -9,10 +9,13 @@ what points at it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the operating system says of a disk that is full, or of a share of it that is used up."""
 STAGING = ".recording"
 UNDER_WAY, COMMITTED = "episode", "commit"
 ORDER = ("videos", "data", "meta/tasks.parquet", "meta/episodes", "meta/stats.json", "meta/info.json")

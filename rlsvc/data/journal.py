@@ -18,7 +18,6 @@ whole then. `append` hands the bytes to the operating system, so they survive th
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import logging
@@ -38,6 +37,7 @@ import numpy as np
 from rlsvc.core.errors import BusyError, DatasetError, UserError
 from rlsvc.core.types import Chunk
 from rlsvc.core.wire import ARRAY_KINDS, WireError, array_from_bytes, pack, unpack
+from rlsvc.data.commit import FULL, sync
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ MAGIC = b"RLJ1"
 HEADER = struct.Struct("<4s qqq q IQ I")
 CHECK = struct.Struct("<I")
 HEADER_BYTES = HEADER.size + CHECK.size
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 VECTOR = 512
 """Buffers that one system call takes (the limit is at least 1024)."""
 
@@ -216,7 +215,7 @@ class Journal:
         self._close_segment()
         self._segment, self._end = self.folder / f"{len(self):012d}{SUFFIX}", 0
         self._file = os.open(self._segment, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        _sync_folder(self.folder)
+        sync(self.folder)
 
     def _write(self, blocks: list[memoryview]) -> None:
         """All bytes at the end of the segment, or none."""
@@ -318,14 +317,6 @@ def _only_zeros(file: int, offset: int, size: int) -> bool:
             return False
         offset += len(block)
     return True
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _lock(folder: Path) -> int:

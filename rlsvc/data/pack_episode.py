@@ -17,6 +17,7 @@ import uuid
 from pathlib import Path
 
 from rlsvc.core.errors import DatasetError
+from rlsvc.data.commit import FULL
 from rlsvc.data.edit import all_cuts, open_lerobot, write_cuts
 
 ID = re.compile(r"[0-9a-f]{32}")
@@ -76,6 +77,7 @@ def unpack_episode(file: Path, folder: Path, max_bytes: int) -> None:
 
     Raises:
         DatasetError: it is no such file; nothing of it was written.
+        OSError: the disk is full.
     """
     try:
         with tarfile.open(file, "r:") as tar:
@@ -92,7 +94,7 @@ def unpack_episode(file: Path, folder: Path, max_bytes: int) -> None:
             folder.mkdir()
             tar.extractall(folder, members, filter="data")
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        if isinstance(error, DatasetError):
+        if isinstance(error, DatasetError) or getattr(error, "errno", None) in FULL:
             raise
         raise DatasetError(f"this is not an episode's file: {error}") from error
 

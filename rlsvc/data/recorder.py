@@ -10,7 +10,6 @@ Letters: N steps, A action dimensions, H height, W width, K observations that ha
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ import numpy as np
 
 from rlsvc.core.contract import TEXT, Feature
 from rlsvc.core.errors import DatasetError, UserError, nearest
+from rlsvc.data.commit import FULL
 from rlsvc.data.encoder import MOST_SLOTS, Encoder, EncoderBehindError
 from rlsvc.data.episode_stats import image_stats
 from rlsvc.data.lerobot_append import LeRobotAppender
@@ -36,7 +36,6 @@ STEP: dict[str, Feature] = {
     "reward_source": WORDS,
 }
 """What every step says besides observation and action; `Recorder` explains each."""
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class EpisodeLostError(UserError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 from fastapi import Request
 
@@ -13,31 +14,38 @@ LINGER_S = 10.0
 """Longest that a body which is refused is read on, seconds."""
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, of which never more than `limit` bytes and a piece are held.
+async def pieces_of(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """The body as it comes, at most `limit` bytes of it.
 
     What is too large is read to its end, or for `LINGER_S`, and dropped: a connection that closes while the caller
     still sends loses the answer on its way, and the caller would see a broken connection instead of the reason. A
     caller that asks first (`Expect: 100-continue`) sends nothing.
+
+    Raises:
+        RequestError: 413, after the last piece.
+        ClientDisconnect: the caller is gone.
     """
     refusal = RequestError(413, "too_large", f"the body is larger than {limit} bytes, which is the limit here")
     declared = request.headers.get("content-length", "")
     too_large = declared.isdigit() and int(declared) > limit
     if too_large and "expect" in request.headers:
         raise refusal
-    pieces: list[bytes] = []
-    size = 0
-    loop = asyncio.get_running_loop()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S if too_large else None) as lingering:
-            async for piece in request.stream():
-                size += len(piece)
-                if size > limit and not too_large:
-                    too_large = True
-                    pieces.clear()
-                    lingering.reschedule(loop.time() + LINGER_S)
-                if not too_large:
-                    pieces.append(piece)
+    stream, size = request.stream(), 0
+    if not too_large:
+        async for piece in stream:
+            size += len(piece)
+            if size > limit:
+                too_large = True
+                break
+            yield piece
     if too_large:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                async for _ in stream:
+                    pass
         raise refusal
-    return b"".join(pieces)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body; raises as `pieces_of`."""
+    return b"".join([piece async for piece in pieces_of(request, limit)])

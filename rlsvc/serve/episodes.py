@@ -10,7 +10,6 @@ loses none that was answered for, and sending one again changes nothing.
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import re
 import shutil
@@ -20,15 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from rlsvc.core.errors import UserError
+from rlsvc.data.commit import FULL, sync
 from rlsvc.data.pack_episode import ID, unpack_episode
+from rlsvc.serve.body import pieces_of
 from rlsvc.serve.codec import RequestError
 from rlsvc.serve.service import internal_error
 
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 ANYBODY = "anybody"
 """The client, where nobody is asked for a key."""
 
@@ -51,25 +53,40 @@ class Received:
 
 
 class EpisodeInbox:
-    """A folder of episodes, `<client>/<dataset>/<number>`, each a LeRobot dataset."""
+    """A folder of episodes, `<client>/<dataset>/<number>`, each a LeRobot dataset.
 
-    def __init__(self, folder: Path, read: Callable[[Path], Any], max_bytes: int) -> None:
-        """Open it, and read all that it holds.
+    Attributes:
+        max_bytes: of one episode, packed and unpacked.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        read: Callable[[Path], Any],
+        max_bytes: int,
+        known: Callable[[str, str, int], bool] = lambda client, dataset, number: False,
+    ) -> None:
+        """Open it, and read what it holds.
 
         Args:
             folder: made when it is not there.
             read: what is to be made of an episode's folder; raises UserError for one that is of no use here.
-            max_bytes: of one episode.
+            max_bytes: of one episode, packed and unpacked.
+            known: whether an episode (client, dataset, number) that lies here need not be read again.
+
+        Raises:
+            UserError: what `read` raises of an episode that lies here.
         """
-        self._folder, self._read, self._max_bytes = folder, read, max_bytes
+        self._folder, self._read, self.max_bytes = folder, read, max_bytes
         self._arrived: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        self._locks: dict[Path, asyncio.Lock] = {}
+        self._keeping = asyncio.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".receiving-*"):
             shutil.rmtree(leftover)
         held = [path for path in folder.glob("*/*/*") if _NUMBER.fullmatch(path.name)]
         for path in sorted(held, key=lambda path: (path.stat().st_mtime_ns, path.parent, int(path.name))):
-            self._announce(path, read(path))
+            if not known(path.parent.parent.name, path.parent.name, int(path.name)):
+                self._announce(path, read(path))
 
     def held(self, client: str, dataset: str) -> list[int]:
         """Numbers of the episodes of a client's dataset that are here, in order."""
@@ -89,46 +106,45 @@ class EpisodeInbox:
     async def receive(self, client: str, dataset: str, number: int, pieces: AsyncIterator[bytes]) -> None:
         """Hold an episode; one that is held already is read and dropped.
 
+        Args:
+            client: see `Received`.
+            dataset: likewise.
+            number: likewise.
+            pieces: of its file, at most `max_bytes`.
+
         Raises:
-            RequestError: it is too large, no episode, or of no use here.
+            RequestError: no episode, one of no use here, or the disk is full; and whatever `pieces` raises.
         """
         target = self._folder / client / dataset / str(number)
-        async with self._locks.setdefault(target, asyncio.Lock()):
-            work = self._folder / f".receiving-{uuid.uuid4().hex}"
-            work.mkdir()
-            try:
-                file = work / "episode.tar"
-                await self._write(file, pieces)
-                if not target.exists():
-                    self._announce(target, await asyncio.to_thread(self._keep, file, work / "episode", target))
-            finally:
-                await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
-                self._locks.pop(target, None)
-
-    async def _write(self, file: Path, pieces: AsyncIterator[bytes]) -> None:
-        size = 0
-        with file.open("wb") as out:
-            async for piece in pieces:
-                size += len(piece)
-                if size <= self._max_bytes:
-                    await asyncio.to_thread(out.write, piece)
-        if size > self._max_bytes:
-            raise RequestError(
-                413, "too_large", f"the episode has {size} bytes, at most {self._max_bytes} are taken here"
-            )
-
-    def _keep(self, file: Path, folder: Path, target: Path) -> Any:
+        work = self._folder / f".receiving-{uuid.uuid4().hex}"
         try:
-            unpack_episode(file, folder, self._max_bytes)
+            work.mkdir()
+            with (work / "episode.tar").open("wb") as file:
+                async for piece in pieces:
+                    await asyncio.to_thread(file.write, piece)
+            async with self._keeping:
+                if not target.exists():
+                    self._announce(target, await asyncio.to_thread(self._keep, work, target))
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise RequestError(503, "disk_full", f"the learner's disk is full ({error.strerror})") from error
+        finally:
+            await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+
+    def _keep(self, work: Path, target: Path) -> Any:
+        folder = work / "episode"
+        try:
+            unpack_episode(work / "episode.tar", folder, self.max_bytes)
             content = self._read(folder)
         except UserError as error:
             raise RequestError(422, "episode", str(error).replace(str(folder), "the episode")) from error
-        for path in folder.rglob("*"):
-            _sync(path)
+        for path in (folder, *folder.rglob("*")):
+            sync(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(target)
         for path in (target.parent, target.parent.parent, self._folder):
-            _sync(path)
+            sync(path)
         return content
 
     def _announce(self, path: Path, content: Any) -> None:
@@ -147,14 +163,17 @@ def add_episode_routes(app: FastAPI, inbox: EpisodeInbox) -> None:
             return _refused(refusal)
 
     @app.put("/v1/episodes/{dataset}/{number}")
-    async def send(dataset: str, number: str, request: Request) -> JSONResponse:
+    async def send(dataset: str, number: str, request: Request) -> Response:
         """Give the learner an episode."""
         try:
             if not _NUMBER.fullmatch(number):
-                raise RequestError(404, "route", f"episode '{number[:40]}': expected a number below a thousand million")
-            await inbox.receive(_client(request), _dataset(dataset), int(number), request.stream())
+                raise RequestError(404, "route", f"episode '{number[:40]}': expected a number below a million")
+            pieces = pieces_of(request, inbox.max_bytes)
+            await inbox.receive(_client(request), _dataset(dataset), int(number), pieces)
         except RequestError as refusal:
             return _refused(refusal)
+        except ClientDisconnect:
+            return Response(status_code=400)
         except Exception as error:
             return _refused(internal_error(error))
         return JSONResponse({"held": int(number)})
@@ -173,12 +192,5 @@ def _dataset(text: str) -> str:
 
 def _refused(refusal: RequestError) -> JSONResponse:
     body = {"error": str(refusal), "reason": refusal.reason, "status": refusal.status}
-    return JSONResponse(body, status_code=refusal.status)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    headers = {"Connection": "close"} if refusal.status == 413 else {}
+    return JSONResponse(body, status_code=refusal.status, headers=headers)

@@ -215,6 +215,8 @@ def _parse(path: Path, stored: Any) -> tuple[ApiKey, ...]:
     try:
         keys = tuple(ApiKey(**{**one, "roles": tuple(one["roles"])}) for one in stored["keys"])
         for key in keys:
+            if not NAME.fullmatch(key.name):  # it becomes a folder
+                raise ValueError(f"'{key.name[:80]}' is no name of a key")
             if unknown := sorted(set(key.roles) - set(ROLES)):
                 raise ValueError(f"key '{key.name}' has a role that there is not: {unknown[0]}")
             if not key.roles:

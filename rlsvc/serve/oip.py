@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 import rlsvc
 from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import nearest, unknown_name
-from rlsvc.core.wire import MAX_DIMENSIONS, WireError, array_from_bytes
+from rlsvc.core.wire import MAX_DIMENSIONS, WireError, array_from_bytes, is_shape
 from rlsvc.serve.body import read_body
 from rlsvc.serve.codec import ActRequest, RequestError, as_integer
 from rlsvc.serve.service import PolicyService, internal_error, timing
@@ -154,25 +154,25 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
         """Whether the policy would act now."""
         return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
-    @app.get("/v2/models/{model}")
-    @app.get("/v2/models/{model}/versions/{version}")
-    async def metadata(model: str, version: str | None = None) -> Response:
-        """A model's inputs and outputs."""
+    def about(model: str, version: str | None, body: dict[str, Any], status: int = 200) -> Response:
         try:
             check(model, version)
         except RequestError as refusal:
             return _refused(service, refusal)
-        return JSONResponse(model_metadata(service.name, service.runner.version, service.runner.contract))
+        return JSONResponse(body, status)
+
+    @app.get("/v2/models/{model}")
+    @app.get("/v2/models/{model}/versions/{version}")
+    async def metadata(model: str, version: str | None = None) -> Response:
+        """A model's inputs and outputs."""
+        runner = service.runner
+        return about(model, version, model_metadata(service.name, runner.version, runner.contract))
 
     @app.get("/v2/models/{model}/ready")
     @app.get("/v2/models/{model}/versions/{version}/ready")
     async def model_ready(model: str, version: str | None = None) -> Response:
         """Whether a model would act now."""
-        try:
-            check(model, version)
-        except RequestError as refusal:
-            return _refused(service, refusal)
-        return JSONResponse({"name": model, "ready": service.ready}, 200 if service.ready else 503)
+        return about(model, version, {"name": model, "ready": service.ready}, 200 if service.ready else 503)
 
     @app.post("/v2/models/{model}/infer")
     @app.post("/v2/models/{model}/versions/{version}/infer")
@@ -238,11 +238,7 @@ def _input(tensor: Any, rest: bytes) -> tuple[str, Any, bytes]:
     if dtype is None:
         raise _malformed(f"{where}: datatype {str(tensor.get('datatype'))[:40]}, expected {', '.join(_DTYPES)}")
     shape = tensor.get("shape")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > MAX_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
-    ):
+    if not is_shape(shape):
         raise _malformed(f"{where}: shape {str(shape)[:60]} is not a list of at most {MAX_DIMENSIONS} sizes")
     size = _map(f"{where}: parameters", tensor.get("parameters")).get("binary_data_size")
     if size is None:

@@ -22,8 +22,8 @@ class ClientsSpec(Spec):
 
     host: str = "127.0.0.1"
     """Listens on this address; anything but loopback needs `keys`."""
-    port: int = Field(default=8100, ge=0, le=65535)
-    """0 takes a free one."""
+    port: int = Field(default=8100, ge=1, le=65535)
+    """Listens on this port, from the first online phase on."""
     keys: str | None = None
     """File of API keys (rlsvc keys add NAME --role read --role act --role record), by whose names the robots are told
     apart; null asks nobody for one."""

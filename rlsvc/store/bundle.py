@@ -29,6 +29,7 @@ from safetensors.numpy import load, save
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import BundleError
+from rlsvc.data.commit import sync
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.transforms import RobotTransforms
 from rlsvc.spec.robot import RobotSpec
@@ -117,7 +118,7 @@ def write_bundle(
         }
         meta |= {"id": _id(meta), "run": dict(run or {}), "versions": _versions()}
         _write_synced(partial / META, json.dumps(meta, indent=1, allow_nan=False).encode())
-        _sync_dir(partial)
+        sync(partial)
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             path.rename(old)
@@ -129,7 +130,7 @@ def write_bundle(
             shutil.rmtree(old)
         else:
             partial.rename(path)
-        _sync_dir(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -256,11 +257,3 @@ def _write_synced(file: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_dir(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

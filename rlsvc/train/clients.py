@@ -9,7 +9,6 @@ Letters: n steps of an episode.
 from __future__ import annotations
 
 import hashlib
-import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from rlsvc.core.contract import TEXT
-from rlsvc.core.errors import BusyError, DatasetError
-from rlsvc.core.types import COMMANDED, INTERVENTION, REWARD_SOURCE, REWARD_SOURCES, ActionChunk, Chunk
+from rlsvc.core.errors import DatasetError
+from rlsvc.core.http_server import ThreadServer
+from rlsvc.core.types import CLASSIFIER, COMMANDED, INTERVENTION, REWARD_SOURCE, REWARD_SOURCES, ActionChunk, Chunk
 from rlsvc.data.journal import Journal
+from rlsvc.data.load import open_source, select_episodes
 from rlsvc.data.repack import load_features
 from rlsvc.data.replay_table import rows_of_episode
 from rlsvc.data.texts import encode_texts
@@ -48,9 +49,8 @@ class EpisodeReader:
         assert spec.data is not None
         self._dataset, self._names = next(iter(spec.data.datasets)), tuple(acting.contract.observation)
         self._action, self._texts = spec.data.action, _texts(acting)
-        first = load_features(self._dataset.replace(episodes=(_first_episode(self._dataset),)), self._features)
-        self._shapes = {name: first.columns[name].shape[1:] for name in self._features}
-        self._fps = first.fps
+        episode = select_episodes(open_source(self._dataset.path, self._dataset.format), self._dataset)[0]
+        self._first = load_features(self._dataset.replace(episodes=(episode,)), self._features)
 
     @property
     def _features(self) -> tuple[str, ...]:
@@ -64,15 +64,18 @@ class EpisodeReader:
         table = load_features(dataset, (*self._features, *extra))
         if table.num_episodes != 1 or table.num_steps < 2:
             raise DatasetError(f"{folder}: {table.num_steps} steps, expected two of one episode or more")
-        if table.fps != self._fps:
-            raise DatasetError(f"{folder}: {table.fps:g} steps a second, the run's demonstrations have {self._fps:g}")
-        columns = dict(table.columns)
-        for name, shape in self._shapes.items():
-            if columns[name].shape[1:] != shape:
-                raise DatasetError(
-                    f"{folder}: '{name}' has shape {list(columns[name].shape[1:])}, the run's demonstrations have "
-                    f"{list(shape)}"
-                )
+        first, columns = self._first, dict(table.columns)
+        if table.fps != first.fps:
+            raise DatasetError(f"{folder}: {table.fps:g} steps a second, the run's demonstrations have {first.fps:g}")
+        for name in self._features:
+            for what, got, expected in (
+                ("shape", list(columns[name].shape[1:]), list(first.columns[name].shape[1:])),
+                ("names", table.names.get(name), first.names.get(name)),
+                ("unit", table.units.get(name), first.units.get(name)),
+            ):
+                # An .npz knows neither names nor units.
+                if got != expected and None not in (got, expected):
+                    raise DatasetError(f"{folder}: '{name}' has {what} {got}, the run's demonstrations have {expected}")
         for name in self._texts:
             columns[name] = encode_texts(columns[name], name)
         done = columns["next.done"].reshape(-1)
@@ -102,17 +105,16 @@ class ClientRollouts:
         self._clients: ClientsSpec = spec.rollout.clients
         self._name, self._acting, self._device = spec.name, acting, device
         self._keys = None if self._clients.keys is None else Keys.read(Path(self._clients.keys))
-        self._known = set(journal.ids())
-        self._inbox = EpisodeInbox(run_dir / CLIENTS, EpisodeReader(spec, acting), self._clients.max_episode_mb * 2**20)
+        journaled = set(journal.ids())
+        self._inbox = EpisodeInbox(
+            run_dir / CLIENTS,
+            EpisodeReader(spec, acting),
+            self._clients.max_episode_mb * 2**20,
+            known=lambda *episode: chunk_id(*episode) in journaled,
+        )
         self._policy: _Policy | None = None
-        self._server: _Server | None = None
-        self._held = 0
-
-    @property
-    def address(self) -> str:
-        """host:port, once it listens."""
-        assert self._server is not None
-        return self._server.address
+        self._server: ThreadServer | None = None
+        self._received = 0
 
     def collect(self, num_steps: int, acting: str) -> list[Arrived]:
         """Refused by the specification: robots far away step when they want."""
@@ -123,9 +125,9 @@ class ClientRollouts:
 
     def poll(self, timeout_s: float) -> list[Arrived]:
         """See Rollouts."""
-        chunks = [self._chunk(received) for received in self._inbox.take(timeout_s)]
-        self._held += len(chunks)
-        return [Arrived(chunk) for chunk in chunks if chunk.id not in self._known]
+        chunks = [_chunk(received) for received in self._inbox.take(timeout_s)]
+        self._received += len(chunks)
+        return [Arrived(chunk) for chunk in chunks]
 
     def set_weights(self, params: Any, version: int) -> None:
         """See Rollouts."""
@@ -138,32 +140,38 @@ class ClientRollouts:
         service = PolicyService(self._name, self._policy, ServeSettings(max_batch=self._clients.robots))
         app = build_app(service, self._keys)
         add_episode_routes(app, self._inbox)
-        self._server = _Server(app, service, self._clients.host, self._clients.port)
+        self._server = ThreadServer(app, self._clients.host, self._clients.port, "rollout.clients")
+        self._service = service
 
     def metrics(self) -> dict[str, float]:
-        """See Rollouts."""
-        return {"episodes_received": float(self._held)}
+        """See Rollouts: episodes that this process has handed on."""
+        return {"episodes_received": float(self._received)}
 
     def close(self) -> None:
         """See Rollouts."""
         if self._server is not None:
             self._server.close()
+            self._service.close()
 
-    def _chunk(self, received: Received) -> Chunk:
-        rows, success = received.content
-        # The same for an episode that is read again after a restart; two datasets share a number once in 2^43 pairs.
-        identity = hashlib.sha256(f"{received.client}/{received.dataset}".encode()).digest()
-        incarnation = int.from_bytes(identity[:8], "big") >> 21
-        episode = (incarnation << 20) | (received.number & (2**20 - 1))
-        columns = {**rows, "episode": np.full(len(rows["step"]), episode, np.int64)}
-        steps = int((~rows["is_last"]).sum())
-        ended = {
-            "return": np.array([rows["reward"].sum()], np.float64),
-            "length": np.array([steps], np.int64),
-            "success": np.array([success]),
-        }
-        offsets = np.array([0, len(rows["step"])], np.int64)
-        return Chunk(0, incarnation, received.number, np.zeros(1, np.int32), offsets, columns, ended)
+
+def chunk_id(client: str, dataset: str, number: int) -> tuple[int, int, int]:
+    """Of the chunk that an episode becomes, the same after a restart; two datasets share one once in 2^43 pairs."""
+    identity = hashlib.sha256(f"{client}/{dataset}".encode()).digest()
+    return 0, int.from_bytes(identity[:8], "big") >> 21, number
+
+
+def _chunk(received: Received) -> Chunk:
+    rows, success = received.content
+    worker, incarnation, number = chunk_id(received.client, received.dataset, received.number)
+    episode = (incarnation << 20) | number  # the inbox takes numbers below a million
+    columns = {**rows, "episode": np.full(len(rows["step"]), episode, np.int64)}
+    ended = {
+        "return": np.array([rows["reward"].sum()], np.float64),
+        "length": np.array([int((~rows["is_last"]).sum())], np.int64),
+        "success": np.array([success]),
+    }
+    offsets = np.array([0, len(rows["step"])], np.int64)
+    return Chunk(worker, incarnation, number, np.zeros(1, np.int32), offsets, columns, ended)
 
 
 class _Policy:
@@ -191,44 +199,8 @@ class _Policy:
             self._runner.warm_up()
 
 
-class _Server:
-    """An application, served from a thread of this process."""
-
-    def __init__(self, app: Any, service: PolicyService, host: str, port: int) -> None:
-        import uvicorn
-
-        try:
-            listener = socket.create_server((host, port))
-        except OSError as error:
-            raise BusyError(
-                f"rollout.clients: {host}:{port} cannot be listened on ({error.strerror}); choose another port"
-            ) from error
-        self.address = f"{host}:{listener.getsockname()[1]}"
-        self._service = service
-        config = uvicorn.Config(app, log_config=None, lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, name="clients", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._server.force_exit = True
-        self._thread.join(5)
-        self._service.close()
-
-
 def _texts(acting: Acting) -> tuple[str, ...]:
     return tuple(name for name, feature in acting.contract.observation.items() if feature.dtype == TEXT)
-
-
-def _first_episode(dataset: DatasetSpec) -> int:
-    if dataset.episodes:
-        return dataset.episodes[0]
-    from rlsvc.data.load import open_source
-
-    return open_source(dataset.path, dataset.format).episode_ids[0]
 
 
 def _version(actor: object) -> int:
@@ -239,6 +211,6 @@ def _version(actor: object) -> int:
 
 def _source(text: object) -> np.int32:
     """Where a reward comes from: a classifier, a person's name, or nothing, for a step that nobody rewarded."""
-    if str(text).startswith("classifier "):
+    if str(text).startswith(CLASSIFIER):
         return np.int32(REWARD_SOURCES.index("classifier"))
     return np.int32(REWARD_SOURCES.index("person" if str(text) not in ("", "environment") else "environment"))

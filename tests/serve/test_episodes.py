@@ -1,16 +1,22 @@
 """Episodes that are sent to a learner: held once they are on its disk, and trusted with nothing."""
 
 import asyncio
+import contextlib
+import errno
 import io
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from serving_fakes import SMALL_CONTRACT, FakeRunner, service_of
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from rlsvc.cli import app as cli
 from rlsvc.core.contract import Feature
 from rlsvc.core.errors import DatasetError, UserError
+from rlsvc.core.http_server import ThreadServer
 from rlsvc.data.load import load_table
 from rlsvc.data.pack_episode import dataset_id, pack_episode, unpack_episode
 from rlsvc.data.recorder import Recorder
@@ -100,6 +106,56 @@ def test_what_was_received_is_held_announced_once_and_read_again_after_a_restart
     assert sorted(path.name for path in tmp_path.iterdir()) == ["arm"]
 
 
+def test_what_need_not_be_read_again_is_held_all_the_same(packed, tmp_path):
+    receive(inbox_of(tmp_path), packed)
+    again = inbox_of(tmp_path, known=lambda client, dataset, number: (client, dataset, number) == ("arm", DATASET, 1))
+    assert again.take(0.0) == []
+    assert again.held("arm", DATASET) == [1]
+
+
+@contextlib.contextmanager
+def served(inbox):
+    """A client of a server that takes episodes."""
+    with service_of(FakeRunner(SMALL_CONTRACT)) as service:
+        app = build_app(service)
+        add_episode_routes(app, inbox)
+        with TestClient(app) as client:
+            yield client
+
+
+@pytest.mark.parametrize("where", ["receiving", "unpacking"])
+def test_a_disk_that_is_full_is_said_and_leaves_nothing(packed, tmp_path, monkeypatch, where):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    owner, name = (tarfile.TarFile, "extractall") if where == "unpacking" else (Path, "open")
+    inbox = inbox_of(tmp_path)
+    monkeypatch.setattr(owner, name, full)
+    with served(inbox) as client:
+        answer = client.put(f"/v1/episodes/{DATASET}/1", content=packed)
+    assert (answer.status_code, answer.json()["reason"]) == (503, "disk_full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_sends_what_the_learner_lacks_and_says_what_it_has(recorded, tmp_path):
+    run, inbox = CliRunner(), inbox_of(tmp_path)
+    with service_of(FakeRunner(SMALL_CONTRACT)) as service:
+        app = build_app(service)
+        add_episode_routes(app, inbox)
+        server = ThreadServer(app, "127.0.0.1", 0, "episodes")
+        try:
+            for _ in range(2):
+                result = run.invoke(cli, ["dataset", "send", str(recorded), server.address])
+                assert result.exit_code == 0, result.output
+                assert "the learner has 2 of 2 episodes" in result.output
+        finally:
+            server.close()
+    assert [received.content for received in inbox.take(0.0)] == [5, 6]
+    result = run.invoke(cli, ["dataset", "send", str(recorded), server.address, "--timeout-s", "0.5"])
+    assert result.exit_code == 1
+    assert "the learner has 0 of 2 episodes" in result.output
+
+
 def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
@@ -145,9 +201,11 @@ def test_what_is_no_episode_is_refused_and_leaves_nothing(tmp_path, data):
 
 
 def test_an_episode_that_is_too_large_is_refused_packed_and_unpacked(packed, tmp_path):
-    with pytest.raises(RequestError, match="at most 1000 are taken") as refusal:
-        receive(inbox_of(tmp_path / "inbox", max_bytes=1000), packed)
-    assert refusal.value.status == 413
+    with served(inbox_of(tmp_path / "inbox", max_bytes=1000)) as client:
+        answer = client.put(f"/v1/episodes/{DATASET}/1", content=packed)
+    assert (answer.status_code, answer.headers["connection"]) == (413, "close")
+    assert "larger than 1000 bytes" in answer.json()["error"]
+    assert list((tmp_path / "inbox").iterdir()) == []
     (tmp_path / "episode.tar").write_bytes(tar_of((named("a"), b"x" * 600), (named("b"), b"x" * 600)))
     with pytest.raises(DatasetError, match="at most 256 files and 1000 bytes"):
         unpack_episode(tmp_path / "episode.tar", tmp_path / "there", 1000)
@@ -164,15 +222,14 @@ def test_an_episode_of_no_use_is_refused_with_the_reason(packed, tmp_path):
 
 
 def test_over_http_the_status_says_what_is_wrong(packed, tmp_path):
-    with service_of(FakeRunner(SMALL_CONTRACT)) as service:
-        app = build_app(service)
-        inbox = inbox_of(tmp_path)
-        add_episode_routes(app, inbox)
-        with TestClient(app) as client:
-            assert client.put(f"/v1/episodes/{DATASET}/3", content=packed).json() == {"held": 3}
-            assert client.get(f"/v1/episodes/{DATASET}").json() == {"held": [3]}
-            assert client.put(f"/v1/episodes/{DATASET}/4", content=b"x").status_code == 422
-            for bad in (f"{DATASET}/-1", f"{DATASET}/01", f"{DATASET}/1e3", "zz/1", f"..%2f{DATASET[:30]}/1"):
-                assert client.put(f"/v1/episodes/{bad}", content=packed).status_code == 404
+    inbox = inbox_of(tmp_path)
+    with served(inbox) as client:
+        assert client.put(f"/v1/episodes/{DATASET}/3", content=packed).json() == {"held": 3}
+        assert client.get(f"/v1/episodes/{DATASET}").json() == {"held": [3]}
+        assert client.put(f"/v1/episodes/{DATASET}/4", content=b"x").status_code == 422
+        for bad in ("-1", "01", "1e3", "1000000"):
+            assert client.put(f"/v1/episodes/{DATASET}/{bad}", content=packed).status_code == 404
+        for bad in ("zz/1", f"..%2f{DATASET[:30]}/1"):
+            assert client.put(f"/v1/episodes/{bad}", content=packed).status_code == 404
     assert [received.number for received in inbox.take(0.0)] == [3]
     assert inbox.held("anybody", DATASET) == [3]

@@ -139,6 +139,7 @@ def test_a_file_keeps_hashes_and_is_its_owners_alone(tmp_path):
         ('{"keys": [{"id": "a", "name": "x", "roles": ["act"]}]}', "sha256"),
         ('{"keys": [{"id": "a", "name": "x", "roles": ["fly"], "sha256": "' + "0" * 64 + '"}]}', "there is not: fly"),
         ('{"keys": [{"id": "a", "name": "x", "roles": [], "sha256": "' + "0" * 64 + '"}]}', "has no role"),
+        ('{"keys": [{"id": "a", "name": "../x", "roles": ["act"], "sha256": "' + "0" * 64 + '"}]}', "is no name"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_none_is_refused_by_name(tmp_path, text, says):
@@ -174,10 +175,9 @@ def test_names_and_roles_that_there_are_not_are_refused(name, roles):
 
 
 @pytest.mark.parametrize("transport", ["ws", "http"])
-def test_the_client_sends_its_key_and_says_when_it_lacks_one(issued, transport):
-    with serving(FakeRunner(SMALL_CONTRACT), keys=issued[1]) as url:
-        key, kept = new_key("robot", ("read", "act"))
-        issued[1]._by_id[kept.id] = kept
+def test_the_client_sends_its_key_and_says_when_it_lacks_one(transport):
+    key, kept = new_key("robot", ("read", "act"))
+    with serving(FakeRunner(SMALL_CONTRACT), keys=Keys((kept,))) as url:
         with PolicyClient(url, transport=transport, options=ClientOptions(key=key)) as client:
             assert client.act({"observation.state": [[1, 2, 3]]}).action.shape == (4, 2)
         assert key not in repr(ClientOptions(key=key))

@@ -31,7 +31,6 @@ from rlsvc.store.bundle import write_bundle
 from rlsvc.train.clients import CLIENTS, ClientRollouts, EpisodeReader
 from rlsvc.train.run import train
 
-STATE = Feature((2,), "float32", "rad", ("shoulder.pos", "elbow.pos"))
 STEPS = 12
 DIFFUSION = {
     "name": "diffusion", "horizon": 4, "n_action_steps": 2, "train_steps": 10, "sample_steps": 2,
@@ -39,12 +38,16 @@ DIFFUSION = {
 }  # fmt: skip
 
 
+JOINTS = ("shoulder.pos", "elbow.pos")
+STATE = Feature((2,), "float32", "rad", JOINTS)
+
+
 def record(
-    folder: Path, episodes: int, *, width: int = 2, fps: int = 30, outcome="success", people=slice(0, 0)
+    folder: Path, episodes: int, *, names=JOINTS, unit="rad", fps: int = 30, outcome="success", people=slice(0, 0)
 ) -> Path:
     """A dataset as rlsvc collect records one; weights of version 3 act, but where people do."""
-    names = ("shoulder.pos", "elbow.pos", "wrist.pos")[:width]
-    feature = Feature((width,), "float32", "rad", names)
+    width = len(names)
+    feature = Feature((width,), "float32", unit, names)
     rng = np.random.default_rng(0)
     with Recorder(folder, {"observation.state": feature}, feature, fps, "fake") as recorder:
         for _ in range(episodes):
@@ -105,7 +108,7 @@ def acting_of(folder: Path, demonstrations: Path):
         folder / ACTING, policy={**DIFFUSION, "n_obs_steps": 1}, contract=contract,
         normalizer=Normalizer.from_contract(contract), params={},
     )  # fmt: skip
-    return make_acting(run_spec(demonstrations.parent, 0), None, folder)
+    return make_acting(run_spec(demonstrations.parent, 8100), None, folder)
 
 
 class Proxy:
@@ -233,18 +236,18 @@ def test_a_run_that_was_killed_learns_of_what_it_held_and_had_not_written_down(t
     held = folder / CLIENTS / "left_arm" / ("ab" * 16)
     for number in range(2):
         record(held / str(number), 1)
-    spec = run_spec(tmp_path, 0, rollout={"mode": "async", "clients": {"port": 0}})
+    spec = run_spec(tmp_path, 8100, rollout={"mode": "async", "clients": {}})
     with Journal(folder / "journal") as journal:
         rollouts = ClientRollouts(spec, acting, journal, folder, "cpu")
         first, second = rollouts.poll(0.0)
         journal.append(first.chunk)
         again = ClientRollouts(spec, acting, journal, folder, "cpu")
         assert [one.chunk.id for one in again.poll(0.0)] == [second.chunk.id]
-        assert again.metrics() == {"episodes_received": 2.0}
+        assert again.metrics() == {"episodes_received": 1.0}  # what was written down is not read again
 
 
 def test_rows_say_who_acted_and_end_as_the_episode_did(tmp_path, demonstrations):
-    read = EpisodeReader(run_spec(tmp_path, 0), acting_of(tmp_path / "run", demonstrations))
+    read = EpisodeReader(run_spec(tmp_path, 8100), acting_of(tmp_path / "run", demonstrations))
     rows, success = read(record(tmp_path / "one", 1, people=slice(4, 7)))
     assert success
     assert len(rows["step"]) == STEPS + 1
@@ -265,7 +268,7 @@ def test_chunks_of_far_robots_are_whole_episodes_with_numbers_of_their_own(tmp_p
     acting = acting_of(folder, demonstrations)
     for client in ("left_arm", "right_arm"):
         record(folder / CLIENTS / client / ("ab" * 16) / "0", 1)
-    spec = run_spec(tmp_path, 0, rollout={"mode": "async", "clients": {"port": 0}})
+    spec = run_spec(tmp_path, 8100, rollout={"mode": "async", "clients": {}})
     with Journal(folder / "journal") as journal:
         chunks = [one.chunk for one in ClientRollouts(spec, acting, journal, folder, "cpu").poll(0.0)]
         for chunk in chunks:
@@ -281,13 +284,15 @@ def test_chunks_of_far_robots_are_whole_episodes_with_numbers_of_their_own(tmp_p
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"width": 3}, "has shape \\[3\\], the run's demonstrations have \\[2\\]"),
+        ({"names": (*JOINTS, "wrist.pos")}, "has shape \\[3\\], the run's demonstrations have \\[2\\]"),
         ({"fps": 10}, "10 steps a second, the run's demonstrations have 30"),
+        ({"names": ("elbow.pos", "shoulder.pos")}, "'observation.state' has names \\('elbow.pos', 'shoulder.pos'\\)"),
+        ({"unit": "deg"}, "has unit deg, the run's demonstrations have rad"),
         ({"episodes": 2}, "24 steps, expected two of one episode or more"),
     ],
 )
 def test_an_episode_of_another_robot_is_refused_by_name(tmp_path, demonstrations, changes, says):
-    read = EpisodeReader(run_spec(tmp_path, 0), acting_of(tmp_path / "run", demonstrations))
+    read = EpisodeReader(run_spec(tmp_path, 8100), acting_of(tmp_path / "run", demonstrations))
     given = {"episodes": 1, **changes}
     with pytest.raises(UserError, match=says):
         read(record(tmp_path / "one", given.pop("episodes"), **given))
@@ -306,12 +311,12 @@ def test_an_episode_of_another_robot_is_refused_by_name(tmp_path, demonstrations
 )
 def test_a_run_that_far_robots_cannot_serve_is_refused(tmp_path, demonstrations, changes, says):
     with pytest.raises(ValueError, match=says):
-        run_spec(tmp_path, 0, **changes)
+        run_spec(tmp_path, 8100, **changes)
 
 
 def test_an_algorithm_that_learns_from_steps_is_refused():
     with pytest.raises(SpecError, match="tdmpc2 learns from steps, but whole episodes are sent; take hiors"):
-        compose(["experiment=tdmpc2_pendulum", "rollout.mode=async", "+rollout.clients.port=0"])
+        compose(["experiment=tdmpc2_pendulum", "rollout.mode=async", "+rollout.clients.port=8100"])
 
 
 def test_a_key_file_that_others_may_read_or_that_holds_none_is_refused(tmp_path):

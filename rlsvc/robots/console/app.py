@@ -14,8 +14,6 @@ import json
 import logging
 import os
 import secrets
-import socket
-import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from fastapi import FastAPI, HTTPException, WebSocket, WebSocketDisconnect
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from rlsvc.core.errors import BusyError, UserError
+from rlsvc.core.http_server import ThreadServer
 from rlsvc.robots.console.hub import ConsoleHub
 from rlsvc.robots.lock import robots_folder
 
@@ -192,24 +191,11 @@ class ConsoleServer:
         Raises:
             BusyError: the port is in use, or the host is not one of this machine.
         """
-        import uvicorn
-
         self.key = secrets.token_urlsafe(16)
-        try:
-            listener = socket.create_server((host, port))
-        except OSError as error:
-            raise BusyError(
-                f"console: {host}:{port} cannot be listened on ({error.strerror}); choose another port"
-            ) from error
-        config = uvicorn.Config(
-            make_app(hub, self.key), log_level="warning", lifespan="off", ws_max_size=MAX_MESSAGE_BYTES * 4
+        self._server = ThreadServer(
+            make_app(hub, self.key), host, port, "console", log_level="warning", ws_max_size=MAX_MESSAGE_BYTES * 4
         )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, name="console", daemon=True
-        )
-        self._thread.start()
-        self.url = f"http://{host}:{listener.getsockname()[1]}/?key={self.key}"
+        self.url = f"http://{self._server.address}/?key={self.key}"
         self._address = address_file(hub.robot.robot)
         self._address.unlink(missing_ok=True)
         with os.fdopen(os.open(self._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -218,6 +204,4 @@ class ConsoleServer:
     def close(self) -> None:
         """Say goodbye to all pages and end."""
         self._address.unlink(missing_ok=True)
-        self._server.should_exit = True
-        self._server.force_exit = True
-        self._thread.join(5)
+        self._server.close()
