@@ -137,6 +137,32 @@ def test_a_disk_that_is_full_is_said_and_leaves_nothing(packed, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_caller_that_goes_away_leaves_nothing_and_is_no_fault_of_the_server(packed, tmp_path, caplog):
+    messages = iter([{"type": "http.request", "body": packed[:100], "more_body": True}, {"type": "http.disconnect"}])
+    answer = []
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        answer.append(message)
+
+    path = f"/v1/episodes/{DATASET}/1"
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+    with served(inbox_of(tmp_path)) as client:
+        asyncio.run(client.app({**scope, "http_version": "1.1"}, receive, send))
+    assert answer[0]["status"] == 400
+    assert not caplog.records
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command_sends_what_the_learner_lacks_and_says_what_it_has(recorded, tmp_path):
     run, inbox = CliRunner(), inbox_of(tmp_path)
     with service_of(FakeRunner(SMALL_CONTRACT)) as service:

@@ -307,6 +307,7 @@ def test_an_episode_of_another_robot_is_refused_by_name(tmp_path, demonstrations
         ({"rollout": {"mode": "async", "clients": {}, "stand_in": {}}}, "rollout.stand_in: people stand beside"),
         ({"env": {"name": "gymnasium", "id": "Pendulum-v1"}}, "so the run has no env"),
         ({"rollout": {"mode": "async"}}, "the run has no `env`"),
+        ({"rollout": {"mode": "async", "clients": {"port": 0}}}, "greater than or equal to 1"),
     ],
 )
 def test_a_run_that_far_robots_cannot_serve_is_refused(tmp_path, demonstrations, changes, says):
