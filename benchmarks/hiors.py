@@ -6,8 +6,9 @@ For each seed the environment's own script writes demonstrations. Hi-ORS (`rlsvc
 and then from its own rollouts, in which a scripted stand-in for a person takes over where nothing moves on; it is no
 person. BC learns from the same demonstrations with the same policy and as many updates, and uses none of the robot's
 time for learning, since demonstrations are all that it can use; so a second BC spends Hi-ORS's budget of robot time on
-more demonstrations of the script, to say what that time would be worth to it. All are judged alone, without the
-stand-in, on the same starts, which training never had.
+more demonstrations of the script, to say what that time would be worth to it. The HIL-SERL-style baseline
+(`experiment=hil_serl_...` of the same name) learns from the same demonstrations, with the same stand-in, in the same
+number of environment steps. All are judged alone, without the stand-in, on the same starts, which training never had.
 
 The figure is the mean over seeds of Hi-ORS's success minus BC's, in points, with a t interval over the seeds. Printed
 and stored in results/curves besides: success by environment step, the stand-in's share of control by quarter of the
@@ -24,7 +25,10 @@ import importlib
 import json
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +66,7 @@ class Run:
     """What one seed came to.
 
     Attributes:
-        hiors, bc, bc_more: the policies; bc_more had as much robot time's worth of demonstrations besides.
+        hiors, hil_serl, bc, bc_more: the policies; bc_more had as much robot time's worth of demonstrations besides.
         demonstrations: episodes of bc_more.
         curve: (environment steps, success) of Hi-ORS in evaluations on the way.
         control: the stand-in's share of steps by quarter of the online phase.
@@ -71,6 +75,7 @@ class Run:
 
     seed: int
     hiors: Judged
+    hil_serl: Judged
     bc: Judged
     bc_more: Judged
     demonstrations: int
@@ -121,8 +126,8 @@ def one_seed(seed: int, args: argparse.Namespace, root: Path) -> Run:
     from rlsvc.store.tracking import read_metrics
     from rlsvc.train.run import run_dir, train
 
-    words = [f"experiment={args.experiment}", f"root={root}", f"seed={seed}", "tracking.trackers=[]",
-             "evaluation.videos=false", "rollout.workers=1", *(SMALL if args.small else []), *args.words]  # fmt: skip
+    common = [f"root={root}", f"seed={seed}", "tracking.trackers=[]", "evaluation.videos=false", "rollout.workers=1"]
+    words = [f"experiment={args.experiment}", *common, *(SMALL if args.small else []), *args.words]
     few, more = root / f"few_{seed}.npz", root / f"more_{seed}.npz"
     where = "data.datasets.0.path="
     spec = compose([*words, "name=hiors", f"{where}{few}"])
@@ -134,7 +139,7 @@ def one_seed(seed: int, args: argparse.Namespace, root: Path) -> Run:
     count = args.demonstrations + round(budget / (steps / args.demonstrations))
     write_demonstrations(make, count, 1000 + seed, more)
 
-    def trained(name: str, data: Path, *overrides: str) -> tuple[Any, Path]:
+    def trained(name: str, data: Path, *overrides: str, words: list[str] = words) -> tuple[Any, Path]:
         begun = time.monotonic()
         this = compose([*words, f"name={name}_{seed}", f"{where}{data}", *overrides])
         result = train(this, local=True)
@@ -147,10 +152,14 @@ def one_seed(seed: int, args: argparse.Namespace, root: Path) -> Run:
     updates = sum(phase.num_updates for phase in hiors_spec.curriculum)
     offline = f"{{name: bc, type: offline, buffer: demonstrations, hooks: {{update: 1}}, duration_updates: {updates}}}"
     bc_words = [f"phases=[{offline}]", "algo.name=imitation", "rollout.stand_in=null", "evaluation.interval=null"]
+    seeding = compose([f"experiment={baseline_of(args.experiment)}"]).curriculum[0].length
+    hil_words = [f"experiment={baseline_of(args.experiment)}", *common, "evaluation.interval=null"]
+    hil_words += [f"phases.1.duration_steps={max(8, budget - seeding)}"]
     logged = read_metrics(run_dir(hiors_spec) / "metrics.jsonl")
     return Run(
         seed,
         hiors=judge(hiors_bundle, spec, args.episodes),
+        hil_serl=judge(trained("hil_serl", few, words=hil_words)[1], spec, args.episodes),
         bc=judge(trained("bc", few, *bc_words)[1], spec, args.episodes),
         bc_more=judge(trained("bc_more", more, *bc_words)[1], spec, args.episodes),
         demonstrations=count,
@@ -164,15 +173,20 @@ def one_seed(seed: int, args: argparse.Namespace, root: Path) -> Run:
     )
 
 
+def baseline_of(experiment: str) -> str:
+    """The HIL-SERL-style experiment in the same environment."""
+    return experiment.replace("hiors_", "hil_serl_")
+
+
 def report(runs: list[Run], args: argparse.Namespace) -> None:
     """A table of all seeds."""
     table = Table(title=f"{args.experiment}, {args.demonstrations} demonstrations, {args.episodes} starts each")
-    for name in ("seed", "Hi-ORS", "BC", "BC, robot time as demonstrations", "stand-in acts, by quarter", "accepted"):
+    for name in ("seed", "Hi-ORS", "HIL-SERL", "BC", "BC, robot time as demonstrations", "stand-in acts, by quarter", "accepted"):
         table.add_column(name)
     for run in runs:
         cells = [
             f"{100 * one.success:.0f} %" + ("" if one.seconds is None else f" in {one.seconds:.1f} s")
-            for one in (run.hiors, run.bc, run.bc_more)
+            for one in (run.hiors, run.hil_serl, run.bc, run.bc_more)
         ]
         control = " ".join(f"{100 * share:.0f} %" for share in run.control)
         table.add_row(str(run.seed), *cells, control, f"{100 * run.accepted:.0f} %")
@@ -186,13 +200,18 @@ def main() -> None:
     parser.add_argument("--demonstrations", type=int, default=20)
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--processes", type=int, default=1, help="seeds at a time")
     parser.add_argument("--small", action="store_true", help="try the program: a minute, one seed, nothing stored")
     parser.add_argument("words", nargs="*", help="overrides of the experiment")
     args = parser.parse_args()
     if args.small:
         args.seeds, args.episodes, args.demonstrations = args.seeds[:1], 8, 4
     with tempfile.TemporaryDirectory() as folder:
-        runs = [one_seed(seed, args, Path(folder)) for seed in args.seeds]
+        if args.processes == 1:
+            runs = [one_seed(seed, args, Path(folder)) for seed in args.seeds]
+        else:  # small nets leave a card idle; each seed has a process of its own
+            with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
+                runs = list(pool.map(one_seed, args.seeds, repeat(args), repeat(Path(folder))))
     report(runs, args)
     points = np.array([100 * (run.hiors.success - run.bc.success) for run in runs])
     half = STUDENT_T[len(runs)] * points.std(ddof=1) / np.sqrt(len(runs)) if len(runs) in STUDENT_T else None

@@ -75,12 +75,18 @@ class SO101Sim:
         """[7]: position, m, and quaternion (w, x, y, z)."""
         return self.data.qpos[len(JOINTS) :].copy()
 
-    def reset(self, angles: tuple[float, ...] = REST) -> None:
-        """Put the arm to `angles` [J] rad with torque off, and the cube somewhere in front of it; nobody holds it."""
+    def reset(self, angles: tuple[float, ...] = REST, random: np.random.Generator | None = None) -> None:
+        """Put the arm to `angles` [J] rad with torque off, and the cube somewhere in front of it; nobody holds it.
+
+        Args:
+            angles: of the joints.
+            random: draws the cube's place; None goes on with the simulation's own.
+        """
         with self.lock:
             mujoco.mj_resetData(self.model, self.data)
             self._hands.clear()
-            distance, bearing, turn = self._random.uniform((0.17, -0.5, 0), (0.27, 0.5, math.pi / 2))
+            random = self._random if random is None else random
+            distance, bearing, turn = random.uniform((0.17, -0.5, 0), (0.27, 0.5, math.pi / 2))
             self.data.qpos[: len(JOINTS)] = angles
             self.data.qpos[len(JOINTS) :] = (
                 *(distance * math.cos(bearing), distance * math.sin(bearing), 0.0125),
