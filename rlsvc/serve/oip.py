@@ -323,9 +323,9 @@ def _texts(where: str, data: bytes, shape: list[int]) -> np.ndarray:
 
 
 def _binary_output(outputs: Any, parameters: dict[str, Any]) -> bool:
-    binary = parameters.get("binary_data_output", False)
+    binary = _flag("binary_data_output", parameters, False)
     if outputs is None:
-        return bool(binary)
+        return binary
     if not isinstance(outputs, list) or len(outputs) > MAX_TENSORS:
         raise _malformed("'outputs': expected a list")
     for output in outputs:
@@ -335,5 +335,12 @@ def _binary_output(outputs: Any, parameters: dict[str, Any]) -> bool:
             raise _malformed(
                 f"output '{str(name)[:60]}'{f' (did you mean {guess!r}?)' if guess else ''}: there is '{ACTION}' alone"
             )
-        binary = _map("outputs: parameters", output.get("parameters")).get("binary_data", binary)
-    return bool(binary)
+        binary = _flag("binary_data", _map("outputs: parameters", output.get("parameters")), binary)
+    return binary
+
+
+def _flag(name: str, parameters: dict[str, Any], default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise _malformed(f"'{name}': got {str(value)[:40]}, expected true or false")
+    return value

@@ -291,16 +291,16 @@ def infer_request(contract: Contract, datatypes: Mapping[str, str]) -> dict[str,
                 "maxItems": len(tensors),
             },
             "parameters": {
-                "type": "object",
+                "type": ["object", "null"],
                 "properties": {"seed": _INTEGER, "step": _INTEGER, "binary_data_output": binary},
             },
             "outputs": {
-                "type": "array",
+                "type": ["array", "null"],
                 "maxItems": 64,
                 "items": _map(
                     ("name",),
                     name={"const": "action"},
-                    parameters={"type": "object", "properties": {"binary_data": binary}},
+                    parameters={"type": ["object", "null"], "properties": {"binary_data": binary}},
                 ),
             },
         },
@@ -396,5 +396,9 @@ def _tensor(name: str, datatype: str, element: Schema, shape: Sequence[int]) -> 
             "datatype": {"const": datatype},
             "shape": {"const": list(shape)},
             "data": data,
+            "parameters": {
+                "type": ["object", "null"],
+                "description": "A tensor whose bytes follow the JSON has a binary_data_size here, and no data.",
+            },
         },
     }
