@@ -143,7 +143,7 @@ BAD = {
     "parameters of a list": (body_of(parameters=[]), None, "'parameters': got a list"),
     "a negative seed": (body_of(parameters={"seed": -1}), None, "parameters.seed"),
     "a step of text": (body_of(parameters={"step": "1"}), None, "parameters.step"),
-    "a flag of text": (body_of(parameters={"binary_data_output": "no"}), None, "'binary_data_output': got no, expected"),
+    "a flag of text": (body_of(parameters={"binary_data_output": "no"}), None, "'binary_data_output': got no"),
     "an id of a number": (body_of(id=3), None, "'id': expected a text"),
     "a length of text": (body_of(), "x", "expected at most the body's"),
     "a length beyond the body": (body_of(), "99999", "expected at most the body's"),
