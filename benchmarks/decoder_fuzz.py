@@ -311,7 +311,9 @@ def over_sockets(
             try:
                 if message.kind == "websocket":
                     if socket is None:
-                        socket = websockets.sync.client.connect(f"ws://{url}/", compression=None, proxy=None)
+                        socket = websockets.sync.client.connect(
+                            f"ws://{url}/", compression=None, proxy=None, legacy=True
+                        )
                         socket.recv(30)
                     socket.send(message.body)
                     answer = socket.recv(30)
