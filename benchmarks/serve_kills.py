@@ -9,8 +9,8 @@ request fails when it raises, or when its actions are not those that its seed an
 of rlsvc's clients.
 
 `--replicas` are needed, `--spares` run warm beside them: Serve has no other kind of spare. It is back in full when as
-many replicas as are needed are alive and in HAProxy's table; when the spares are too is printed beside that. The time is
-that of the first half, in which replicas alone die.
+many replicas as are needed are alive and in HAProxy's table; when the spares are too is printed beside that. The time
+is that of the first half, in which replicas alone die.
 """
 
 from __future__ import annotations
