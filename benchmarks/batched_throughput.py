@@ -2,11 +2,12 @@
 
     python benchmarks/batched_throughput.py --openpi-src PATH/TO/openpi/src [--gpu] [--rounds 5] [--seconds 20]
 
-State PushT, horizon 16, ten DDIM steps. On CPU cores the U-Net of experiment=pusht_demo (64, 128), on a GPU that of
-experiment=pusht_diffusion (256, 512, 1024); the weights are drawn at random, since speed does not depend on them. Both
-sides have the same bundle and runner: ours behind Ray Serve, which batches up to 16 requests, theirs behind openpi's
-server, read from a checkout that stands outside this project, which acts for one request after the other. Each side is
-asked over WebSocket by 16 clients of its own kind, each as fast as it is answered. The sides take turns in each round.
+State PushT, horizon 16, ten DDIM steps, the U-Net of experiment=pusht_diffusion (256, 512, 1024; `--down-dims` takes
+another); the weights are drawn at random, since speed does not depend on them. Both sides have the same bundle and
+runner: ours behind Ray Serve, which batches up to 16 requests, theirs behind openpi's server, read from a checkout that
+stands outside this project, which acts for one request after the other. Each side is asked over WebSocket by 16 clients
+of its own kind, each as fast as it is answered. The sides take turns in each round; an answer that comes after the
+round's end does not count.
 
 Every answer of ours is held against that of the policy alone, asked one by one in another process: an element may
 differ by TOLERANCE of the actions' range, which is what another batch shape does to the sums of floats.
@@ -43,8 +44,8 @@ STEPS = 8
 """Different requests of each client, asked in turn."""
 FEATURES = {"observation.state": Feature((2,), "float32"), "observation.environment_state": Feature((18,), "float32")}
 CONTRACT = Contract(FEATURES, Feature((2,), "float32"), 10.0, 2, 8)
-DOWN_DIMS = {"cpu": (64, 128), "gpu": (256, 512, 1024)}
-TOLERANCE = {"cpu": 1e-4, "gpu": 1e-2}
+DOWN_DIMS = (256, 512, 1024)
+TOLERANCE = {"cpu": 1e-3, "gpu": 1e-2}
 """Of the actions' range; on a GPU products run as TF32, whose sums depend more on their order."""
 PACKAGES = ("rlsvc", "ray", "jax", "flax", "websockets", "openpi-client", "numpy")
 OPENPI = "openpi's server"
@@ -59,7 +60,7 @@ def observation_of(client: int) -> Observation:
     return {key: rng.normal(size=(2, *feature.shape)).astype(np.float32) for key, feature in FEATURES.items()}
 
 
-def make_bundle(path: Path, device: str) -> None:
+def make_bundle(path: Path, down_dims: tuple[int, ...]) -> None:
     """A policy with random weights."""
     import jax
 
@@ -67,7 +68,7 @@ def make_bundle(path: Path, device: str) -> None:
     from rlsvc.policies import make_policy
     from rlsvc.spec.diffusion import DiffusionSpec
 
-    spec = DiffusionSpec.model_validate({"backbone": {"name": "unet1d", "down_dims": DOWN_DIMS[device]}})
+    spec = DiffusionSpec.model_validate({"backbone": {"name": "unet1d", "down_dims": down_dims}})
     rng = np.random.default_rng(0)
     every = {**FEATURES, "action": CONTRACT.action}
     normalizer = Normalizer.fit(
@@ -159,7 +160,7 @@ def _loop(call: Callable[[int], np.ndarray], end: float, held: np.ndarray | None
         action = call(count % STEPS)
         if held is not None:
             worst = max(worst, float(np.abs(action - held[number, count % STEPS]).max()))
-        count += 1
+        count += time.monotonic() <= end
     return count, worst
 
 
@@ -208,6 +209,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--openpi-src", required=True, help="the src folder of an openpi checkout")
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument(
+        "--down-dims", type=int, nargs="+", default=DOWN_DIMS, help="of the U-Net; others are not stored"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each side in a round")
     parser.add_argument("--no-store", action="store_true", help="print only")
@@ -221,7 +225,7 @@ def main() -> int:
     urls = {"ours": f"127.0.0.1:{port}", OPENPI: f"127.0.0.1:{peer_port}"}
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "bundle"
-        maker = context.Process(target=make_bundle, args=(path, device))
+        maker = context.Process(target=make_bundle, args=(path, tuple(args.down_dims)))
         maker.start()
         maker.join()
         here, there = context.Pipe()
@@ -252,7 +256,7 @@ def main() -> int:
     if not worst <= TOLERANCE[device] * span:
         print(f"that is more than {TOLERANCE[device]:g}: batched answers are not those of the policy alone")
         return 1
-    if not args.no_store:
+    if not args.no_store and tuple(args.down_dims) == DOWN_DIMS:
         write_result(
             f"batched_throughput_vs_openpi_{device}",
             statistics.median(ratios),
