@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from rlsvc.runner import BaselineRunner
 from rlsvc.serve.app import build_app
-from rlsvc.serve.deploy import APP, Deployment, start
+from rlsvc.serve.deploy import Deployment, start
 from rlsvc.serve.episodes import EpisodeInbox, add_episode_routes
 from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.keys import ROLES, Keys, new_key, role_of
@@ -96,10 +96,11 @@ def test_schemathesis_finds_nothing_behind_haproxy(ray_cluster, schemathesis_run
 
     (port,) = free_ports(1)
     settings, keys = ServeSettings(max_body_bytes=2**20), Keys((KEPT,))
+    serve.shutdown()  # a Serve that other tests began keeps its port
     start(Deployment("zero", zeros(schemathesis_run), port=port, cpus=0.1, settings=settings, keys=keys))
     try:
         outcome = schemathesis_run.check(f"127.0.0.1:{port}", KEY, examples=20, seed=0)
     finally:
-        serve.delete(APP)
+        serve.shutdown()
     assert outcome.failures == 0, outcome.text
     assert outcome.acted > 50

@@ -239,6 +239,7 @@ VALUES = {
     "an action that is null": (("contract", "action"), None),
     "a contract that is a list": (("contract",), []),
     "statistics that are null": ((*STATS, "mean"), None),
+    "a null among statistics": ((*STATS, "mean"), [None]),
     "statistics of text": ((*STATS, "mean"), ["a"]),
     "ragged statistics": ((*STATS, "mean"), [[1], [2, 3]]),
     "statistics of another width": ((*STATS, "std"), [1.0, 2.0]),
