@@ -166,7 +166,7 @@ def read_bundle(path: str | Path) -> Bundle:
         made_id = _id(meta)
     except BundleError:
         raise
-    except (*_MALFORMED, RecursionError) as error:
+    except _MALFORMED as error:
         raise BundleError(f"{path / META}: field {error} is missing or malformed") from error
     _check_sizes(contract, path)
     if not isinstance(manifest, dict) or PARAMS not in manifest:

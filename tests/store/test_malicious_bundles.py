@@ -287,6 +287,7 @@ TEXTS: dict[str, Callable[[Path], None]] = {
     "a rate of NaN": lambda at: text(at, '"rate_hz": 10.0', '"rate_hz": NaN'),
     "an infinite rate": lambda at: text(at, '"rate_hz": 10.0', '"rate_hz": -Infinity'),
     "a rate that overflows": lambda at: text(at, '"rate_hz": 10.0', '"rate_hz": 1e999'),
+    "NaN in what the run says": lambda at: text(at, '"run": {}', '"run": {"loss": NaN}'),
     "steps of NaN": lambda at: text(at, '"n_obs_steps": 2', '"n_obs_steps": NaN'),
     "steps that overflow": lambda at: text(at, '"n_obs_steps": 2', '"n_obs_steps": 1e999'),
     "a number of 100,000 digits": lambda at: text(at, '"n_obs_steps": 2', '"n_obs_steps": ' + "9" * 100_000),
