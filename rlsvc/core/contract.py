@@ -165,6 +165,8 @@ class Contract:
             steps = f" ({self.n_obs_steps} observation steps, oldest first)" if self.n_obs_steps > 1 else ""
             raise ContractError(f"observation '{key}': got shape {array.shape}, expected {expected}{steps}")
         target = np.dtype(feature.dtype)
+        if array.dtype.kind != "b" and _holds_flag(value):  # numpy has made 1 of a true
+            raise ContractError(f"observation '{key}': got true or false among numbers, expected {target}")
         if array.dtype != target:
             array = _cast(key, array, target)
         if target.kind == "f" and not np.isfinite(array).all():
@@ -207,6 +209,13 @@ class Contract:
         _same_feature("action", self.action, other.action, mine, theirs)
         if abs(self.rate_hz - other.rate_hz) > 1e-6:
             raise ContractError(f"rate_hz: {mine} has {self.rate_hz:g}, {theirs} has {other.rate_hz:g}")
+
+
+def _holds_flag(value: Any) -> bool:
+    """Whether there is a boolean in nested lists."""
+    if not isinstance(value, list | tuple):
+        return isinstance(value, bool | np.bool_)
+    return not {int, float}.issuperset(map(type, value)) and any(_holds_flag(item) for item in value)
 
 
 def _cast(key: str, array: np.ndarray, target: np.dtype) -> np.ndarray:

@@ -188,6 +188,8 @@ def array_from_bytes(data: Any, dtype_text: Any, shape: Any) -> np.ndarray:
     expected = math.prod(shape) * dtype.itemsize
     if expected != len(data):
         raise WireError(f"array of shape {tuple(shape)} and dtype {dtype} needs {expected} bytes, got {len(data)}")
+    if dtype.kind == "b" and np.frombuffer(data, np.uint8).max(initial=0) > 1:
+        raise WireError("a boolean array has bytes other than 0 and 1")
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 

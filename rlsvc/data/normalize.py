@@ -245,6 +245,8 @@ class Normalizer:
                             f"normaliser statistics '{name}' of '{key}' (group {group}): got shape {shape}, "
                             f"the contract says {feature.shape}"
                         )
+                    if array is not None and not np.isfinite(array).all():
+                        raise BundleError(f"normaliser statistics '{name}' of '{key}' (group {group}) are not finite")
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; `from_json` is the exact inverse."""

@@ -52,8 +52,12 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
     app = FastAPI(
         title="rlsvc",
         version=rlsvc.__version__,
-        description="Robot policies: an observation in, a chunk of actions out.",
+        description="Robot policies: an observation in, a chunk of actions out. The WebSocket at `/` speaks openpi's "
+        "protocol and is not on this page.",
+        # Links between the answers of this page name a route by its function.
+        generate_unique_id_function=lambda route: route.name,
     )
+    app.openapi = lambda: openapi.page(app, [service.name], service.runner.version, keys=keys is not None)
 
     if keys is not None:
         app.add_middleware(Authenticated, keys=keys)

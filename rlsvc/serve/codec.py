@@ -151,7 +151,8 @@ def _array(key: str, value: Any) -> Any:
             "malformed",
             f"{where}: a map must have exactly 'b64', 'dtype' and 'shape'; got {', '.join(value)[:80]}",
         )
-    if value["dtype"] not in DTYPES or value["dtype"] == TEXT:
+    # In msgpack it may be an array, which has no place in a comparison.
+    if not isinstance(value["dtype"], str) or value["dtype"] not in DTYPES or value["dtype"] == TEXT:
         allowed = ", ".join(name for name in DTYPES if name != TEXT)
         raise RequestError(400, "malformed", f"{where}: dtype '{str(value['dtype'])[:40]}' is not one of {allowed}")
     try:

@@ -26,6 +26,7 @@ from starlette.requests import ClientDisconnect
 from rlsvc.core.errors import UserError
 from rlsvc.data.commit import FULL, sync
 from rlsvc.data.pack_episode import ID, unpack_episode
+from rlsvc.serve import openapi
 from rlsvc.serve.body import pieces_of
 from rlsvc.serve.codec import RequestError
 from rlsvc.serve.service import internal_error
@@ -154,7 +155,7 @@ class EpisodeInbox:
 def add_episode_routes(app: FastAPI, inbox: EpisodeInbox) -> None:
     """Let an application take episodes."""
 
-    @app.get("/v1/episodes/{dataset}")
+    @app.get("/v1/episodes/{dataset}", responses=openapi.HELD_RESPONSES)
     async def held(dataset: str, request: Request) -> JSONResponse:
         """Which episodes of a dataset the learner has."""
         try:
@@ -162,7 +163,7 @@ def add_episode_routes(app: FastAPI, inbox: EpisodeInbox) -> None:
         except RequestError as refusal:
             return _refused(refusal)
 
-    @app.put("/v1/episodes/{dataset}/{number}")
+    @app.put("/v1/episodes/{dataset}/{number}", responses=openapi.SEND_RESPONSES, openapi_extra=openapi.SEND_BODY)
     async def send(dataset: str, number: str, request: Request) -> Response:
         """Give the learner an episode."""
         try:

@@ -66,6 +66,8 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
         # By default a proxy that takes 15 s to come up, as on a busy laptop, is killed as failed.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+        # A proxy is replaced once it missed three of these: by default half a minute in which nobody listens.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
     }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +27,7 @@ import rlsvc
 from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.core.errors import nearest, unknown_name
 from rlsvc.core.wire import MAX_DIMENSIONS, WireError, array_from_bytes, is_shape
+from rlsvc.serve import openapi
 from rlsvc.serve.body import read_body
 from rlsvc.serve.codec import ActRequest, RequestError, as_integer
 from rlsvc.serve.service import PolicyService, internal_error, timing
@@ -139,7 +141,7 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
                 404, "unknown_policy", f"model '{model}' is served in version {service.runner.version[:12]} alone"
             )
 
-    @app.get("/v2")
+    @app.get("/v2", responses=openapi.SERVER_RESPONSES)
     async def server() -> dict[str, Any]:
         """The server's name and what it speaks of the protocol."""
         return {"name": "rlsvc", "version": rlsvc.__version__, "extensions": ["binary_tensor_data"]}
@@ -149,7 +151,7 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
         """Whether this server answers at all."""
         return {"live": True}
 
-    @app.get("/v2/health/ready")
+    @app.get("/v2/health/ready", responses=openapi.READY_RESPONSES)
     async def ready() -> Response:
         """Whether the policy would act now."""
         return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
@@ -161,21 +163,36 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
             return _refused(service, refusal)
         return JSONResponse(body, status)
 
-    @app.get("/v2/models/{model}")
-    @app.get("/v2/models/{model}/versions/{version}")
+    @app.get("/v2/models/{model}", responses=openapi.MODEL_RESPONSES)
+    @app.get(
+        "/v2/models/{model}/versions/{version}",
+        responses=openapi.MODEL_RESPONSES,
+        operation_id="metadata_of_version",
+    )
     async def metadata(model: str, version: str | None = None) -> Response:
         """A model's inputs and outputs."""
         runner = service.runner
         return about(model, version, model_metadata(service.name, runner.version, runner.contract))
 
-    @app.get("/v2/models/{model}/ready")
-    @app.get("/v2/models/{model}/versions/{version}/ready")
+    @app.get("/v2/models/{model}/ready", responses=openapi.MODEL_READY_RESPONSES)
+    @app.get(
+        "/v2/models/{model}/versions/{version}/ready",
+        responses=openapi.MODEL_READY_RESPONSES,
+        operation_id="model_ready_of_version",
+    )
     async def model_ready(model: str, version: str | None = None) -> Response:
         """Whether a model would act now."""
         return about(model, version, {"name": model, "ready": service.ready}, 200 if service.ready else 503)
 
-    @app.post("/v2/models/{model}/infer")
-    @app.post("/v2/models/{model}/versions/{version}/infer")
+    request_body = openapi.infer_request(service.runner.contract, DATATYPES)
+
+    @app.post("/v2/models/{model}/infer", responses=openapi.INFER_RESPONSES, openapi_extra=request_body)
+    @app.post(
+        "/v2/models/{model}/versions/{version}/infer",
+        responses=openapi.INFER_RESPONSES,
+        openapi_extra=request_body,
+        operation_id="infer_of_version",
+    )
     async def infer(request: Request, model: str, version: str | None = None) -> Response:
         """A chunk of actions for an observation."""
         received = perf_counter()
@@ -256,9 +273,11 @@ def _input(tensor: Any, rest: bytes) -> tuple[str, Any, bytes]:
 
 def _from_json(where: str, data: Any, dtype: str, shape: list[int]) -> np.ndarray:
     """A tensor out of lists, flat or nested, in row-major order."""
-    flat: list[Any] = []
-    if not isinstance(data, list) or not _flatten(data, flat, 0):
-        raise _malformed(f"{where}: 'data': expected a list of numbers or texts, at most {MAX_DIMENSIONS} deep")
+    if not isinstance(data, list):
+        raise _malformed(f"{where}: 'data': expected a list of numbers or texts")
+    flat = _flatten(data, shape) if any(isinstance(value, list) for value in data) else data
+    if flat is None:
+        raise _malformed(f"{where}: 'data': nested lists that have not the shape {shape}; a flat list is taken too")
     if len(flat) != math.prod(shape):
         raise _malformed(f"{where}: {len(flat)} elements, shape {shape} needs {math.prod(shape)}")
     kinds = {TEXT: (str,), "bool": (bool,)}.get(dtype, (int, float) if dtype.startswith("float") else (int,))
@@ -271,18 +290,15 @@ def _from_json(where: str, data: Any, dtype: str, shape: list[int]) -> np.ndarra
         raise _malformed(f"{where}: an element does not fit {DATATYPES[dtype]}") from error
 
 
-def _flatten(node: list[Any], flat: list[Any], depth: int) -> bool:
-    if depth >= MAX_DIMENSIONS:
-        return False
-    for value in node:
-        if isinstance(value, list):
-            if not _flatten(value, flat, depth + 1):
-                return False
-        elif isinstance(value, dict) or value is None:
-            return False
-        else:
-            flat.append(value)
-    return True
+def _flatten(nested: list[Any], shape: list[int]) -> list[Any] | None:
+    """Elements of nested lists in row-major order; None where those have another shape."""
+    if len(nested) != next(iter(shape), None):
+        return None
+    for size in shape[1:]:
+        if not all(isinstance(row, list) and len(row) == size for row in nested):
+            return None
+        nested = list(chain.from_iterable(nested))
+    return nested
 
 
 def _texts(where: str, data: bytes, shape: list[int]) -> np.ndarray:
@@ -307,9 +323,9 @@ def _texts(where: str, data: bytes, shape: list[int]) -> np.ndarray:
 
 
 def _binary_output(outputs: Any, parameters: dict[str, Any]) -> bool:
-    binary = parameters.get("binary_data_output", False)
+    binary = _flag("binary_data_output", parameters, False)
     if outputs is None:
-        return bool(binary)
+        return binary
     if not isinstance(outputs, list) or len(outputs) > MAX_TENSORS:
         raise _malformed("'outputs': expected a list")
     for output in outputs:
@@ -319,5 +335,12 @@ def _binary_output(outputs: Any, parameters: dict[str, Any]) -> bool:
             raise _malformed(
                 f"output '{str(name)[:60]}'{f' (did you mean {guess!r}?)' if guess else ''}: there is '{ACTION}' alone"
             )
-        binary = _map("outputs: parameters", output.get("parameters")).get("binary_data", binary)
-    return bool(binary)
+        binary = _flag("binary_data", _map("outputs: parameters", output.get("parameters")), binary)
+    return binary
+
+
+def _flag(name: str, parameters: dict[str, Any], default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise _malformed(f"'{name}': got {str(value)[:40]}, expected true or false")
+    return value

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +30,27 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from rlsvc.core.contract import Contract
+from rlsvc.core.contract import TEXT, Contract
 from rlsvc.core.errors import BundleError
 from rlsvc.data.commit import sync
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.transforms import RobotTransforms
 from rlsvc.spec.robot import RobotSpec
 
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+PRECISIONS = ("fp32", "bf16")
 SCHEMA_VERSION = 2
 READS = (1, 2)
 """Schema versions: 1 had no robot."""
 META, PARAMS = "bundle.json", "params.safetensors"
 PACKAGES = ("rlsvc", "jax", "flax", "numpy")
-MAX_META_BYTES = 64 * 2**20
+MAX_META_BYTES = 8 * 2**20
+"""JSON takes some forty times its size in memory."""
+MAX_FILE_BYTES = 2**30
+"""Of a file beside the weights."""
+MAX_ARRAY_BYTES = 2**30
+"""Of one feature's window, and of a chunk of actions."""
 
 
 @dataclass(frozen=True)
@@ -147,27 +158,45 @@ def read_bundle(path: str | Path) -> Bundle:
     path = Path(path)
     meta = _read_meta(path)
     try:
-        manifest = dict(meta["manifest"])
+        manifest = meta["manifest"]
         contract, normalizer = Contract.from_json(meta["contract"]), Normalizer.from_json(meta["normalizer"])
         policy, stated_id = dict(meta["policy"]), str(meta["id"])
         robot = None if meta.get("robot") is None else _robot(meta["robot"], path)
         precision, run = str(meta["precision"]), dict(meta["run"])
+        made_id = _id(meta)
     except BundleError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except _MALFORMED as error:
         raise BundleError(f"{path / META}: field {error} is missing or malformed") from error
-    if PARAMS not in manifest:
+    _check_sizes(contract, path)
+    if not isinstance(manifest, dict) or PARAMS not in manifest:
         raise BundleError(f"{path / META}: the manifest does not name {PARAMS}")
-    contents = {name: _read_verified(path, name, entry) for name, entry in manifest.items()}
-    if _id(meta) != stated_id:
+    weights = b""
+    for name, entry in manifest.items():
+        if name == PARAMS:
+            weights = _read_verified(path, name, entry, keep=True)
+        else:
+            _read_verified(path, name, entry, keep=False)
+    if made_id != stated_id:
         raise BundleError(
             f"{path / META}: its contents do not give its id {stated_id[:12]}; it was changed after it was written"
         )
     try:
-        params = load(contents[PARAMS])
-    except (SafetensorError, ValueError, KeyError) as error:
+        # safetensors takes the last of two tensors of one name.
+        if (length := int.from_bytes(weights[:8], "little")) > MAX_META_BYTES:
+            raise ValueError(f"its header has {length} bytes, at most {MAX_META_BYTES} are read")
+        params = load(weights)
+        json.loads(weights[8 : 8 + length], object_pairs_hook=_unique)
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise BundleError(f"{path / PARAMS}: not a safetensors file ({error})") from error
-    normalizer.check_contract(contract)
+    if not isinstance(policy.get("name"), str):
+        raise BundleError(f"{path / META}: the policy has no name")
+    if precision not in PRECISIONS:
+        raise BundleError(f"{path / META}: precision '{precision[:40]}', expected {' or '.join(PRECISIONS)}")
+    try:
+        normalizer.check_contract(contract)
+    except BundleError as error:
+        raise BundleError(f"{path / META}: {error}") from error
     RobotTransforms(robot).check(contract)
     return Bundle(stated_id, policy, precision, contract, normalizer, params, run, path, robot)
 
@@ -178,7 +207,13 @@ def read_contract(path: str | Path) -> Contract:
     Raises:
         BundleError: not a bundle, or another schema version.
     """
-    return Contract.from_json(_read_meta(Path(path))["contract"])
+    meta = _read_meta(Path(path))
+    try:
+        contract = Contract.from_json(meta["contract"])
+    except _MALFORMED as error:
+        raise BundleError(f"{Path(path) / META}: field {error} is missing or malformed") from error
+    _check_sizes(contract, Path(path))
+    return contract
 
 
 def read_robot(path: str | Path) -> RobotSpec | None:
@@ -204,36 +239,92 @@ def _read_meta(path: Path) -> dict[str, Any]:
     file = path / META
     if not path.is_dir():
         raise BundleError(f"{path}: no such folder; expected a policy bundle (a folder with {META} and {PARAMS})")
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise BundleError(f"{path}: not a policy bundle; it has no {META}")
-    if file.stat().st_size > MAX_META_BYTES:
-        raise BundleError(f"{file}: {file.stat().st_size} bytes, at most {MAX_META_BYTES} are read")
+    with _open_plain(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > MAX_META_BYTES:
+            raise BundleError(f"{file}: {size} bytes, at most {MAX_META_BYTES} are read")
+        data = stream.read(MAX_META_BYTES)
     try:
-        meta = json.loads(file.read_bytes())
+        meta = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file}: not JSON ({error})") from error
     found = meta.get("schema_version") if isinstance(meta, dict) else None
-    if found not in READS:
+    if type(found) is not int or found not in READS:
         raise BundleError(f"{file}: schema_version is {found!r}, this rlsvc reads {' and '.join(map(str, READS))}")
     return meta
 
 
-def _read_verified(path: Path, name: str, entry: Any) -> bytes:
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise BundleError(f"{path / META}: the manifest names '{name}', which is not a plain file name")
-    file = path / name
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A map whose keys all differ: of two readers of one with a key twice each may see another value."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key comes twice")
+    return made
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _check_sizes(contract: Contract, path: Path) -> None:
+    """Refuse a contract whose arrays nobody could hold: they are made when the policy is compiled."""
+    features = {key: (feature, contract.n_obs_steps) for key, feature in contract.observation.items()}
+    for key, (feature, steps) in {**features, "action": (contract.action, contract.action_horizon)}.items():
+        sizes = (steps, *feature.shape)
+        width = 1 if feature.dtype == TEXT else np.dtype(feature.dtype).itemsize
+        if steps < 1 or min(sizes) < 0 or math.prod(sizes) * width > MAX_ARRAY_BYTES:
+            raise BundleError(
+                f"{path / META}: '{key}' of the contract is {str(sizes)[:80]} {feature.dtype}, expected one step or "
+                f"more and at most {MAX_ARRAY_BYTES} bytes"
+            )
+    if not math.isfinite(contract.rate_hz):
+        raise BundleError(f"{path / META}: the contract's rate is {contract.rate_hz} Hz")
+
+
+def _open_plain(file: Path) -> BufferedReader:
+    """Open a file that is one, and no link, pipe or device, whatever takes its place meanwhile."""
     try:
-        is_file = stat.S_ISREG(file.lstat().st_mode)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise BundleError(f"{file}: named in the manifest, but not there") from error
-    if not is_file:
+        raise BundleError(f"{file}: not a plain file that can be read ({error.strerror})") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise BundleError(f"{file}: not a plain file")
-    data = file.read_bytes()
-    if not isinstance(entry, dict) or hashlib.sha256(data).hexdigest() != entry.get("sha256"):
+    return os.fdopen(descriptor, "rb")
+
+
+def _read_verified(path: Path, name: str, entry: Any, *, keep: bool) -> bytes:
+    """The bytes of a file whose sum was checked, or none of them where they are not kept."""
+    if not _NAME.fullmatch(name):
+        raise BundleError(f"{path / META}: the manifest names {name[:80]!r}, which is not a plain file name")
+    file = path / name
+    if not os.path.lexists(file):
+        raise BundleError(f"{file}: named in the manifest, but not there")
+    stated = entry if isinstance(entry, dict) else {}
+    with _open_plain(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        most = _memory() if keep else MAX_FILE_BYTES
+        if size > most:
+            raise BundleError(f"{file}: {size} bytes, at most {most} can be read")
+        if size != stated.get("bytes"):
+            raise BundleError(
+                f"{file}: {size} bytes, the manifest says {stated.get('bytes')}; it is cut short or was changed. Copy "
+                "the bundle again."
+            )
+        data = stream.read(size) if keep else b""
+        digest = hashlib.sha256(data) if keep else hashlib.file_digest(stream, "sha256")
+    if digest.hexdigest() != stated.get("sha256"):
         raise BundleError(
             f"{file}: its sha256 is not the manifest's; the file was changed or damaged. Copy the bundle again."
         )
     return data
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _id(meta: Mapping[str, Any]) -> str:

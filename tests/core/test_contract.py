@@ -81,6 +81,7 @@ def test_something_that_is_no_mapping_is_refused():
         ({"state": np.full((2, 2), 1e300)}, r"'observation\.state': 4 values are not finite"),
         ({"state": np.full((2, 2), "1")}, r"'observation\.state': got dtype <U1, expected float32"),
         ({"state": np.zeros((2, 2), bool)}, r"'observation\.state': got dtype bool, expected float32"),
+        ({"state": [[0.5, 1], [2, True]]}, r"'observation\.state': got true or false among numbers, expected float32"),
         ({"image": np.zeros((2, 4, 5, 3))}, r"'observation\.image': got dtype float64, expected uint8"),
         ({"image": np.full((2, 4, 5, 3), 256)}, r"'observation\.image': values outside uint8 \(0 to 255\)"),
         (

@@ -141,6 +141,12 @@ def test_a_byte_count_that_does_not_fit_dtype_and_shape_is_refused(changes):
         unpack(array_map(**changes))
 
 
+def test_a_boolean_that_is_neither_0_nor_1_is_refused():
+    assert unpack(array_map(dtype="|b1", shape=[2], data=b"\0\1"))["x"].tolist() == [False, True]
+    with pytest.raises(WireError, match="bytes other than 0 and 1"):
+        unpack(array_map(dtype="|b1", shape=[2], data=b"\0\2"))
+
+
 def test_a_truncated_message_is_refused_at_every_length():
     whole = pack({"observation.state": np.arange(6, dtype=np.float32), "task": "push"})
     for length in range(len(whole)):

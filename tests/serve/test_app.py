@@ -189,6 +189,14 @@ def test_arrays_of_objects_in_msgpack_are_refused(client):
     assert "dtype '|O' is not accepted" in unpack(answer.content)["error"]
 
 
+def test_an_array_for_the_name_of_a_dtype_is_refused(client):
+    """Found by benchmarks/decoder_fuzz.py."""
+    values = {**observation(), "observation.state": {"b64": "", "dtype": np.zeros(0), "shape": [0]}}
+    answer = post(client, {"observation": values}, MSGPACK)
+    assert answer.status_code == 400
+    assert "is not one of float32" in unpack(answer.content)["error"]
+
+
 async def refused_body(client, receive, headers):
     """What the application answers to a body; starlette's test client would join the pieces first."""
     answer = []

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -93,6 +94,15 @@ def test_what_is_not_a_bundle_is_refused(tmp_path, bundle):
         serve(str(tmp_path / "nothing"), port=port)
     with pytest.raises(BundleError, match="not a policy bundle"):
         serve(str(tmp_path), port=port)
+
+
+def test_a_bundle_of_another_schema_version_is_refused_in_one_line(bundle, tmp_path):
+    (port,) = free_ports(1)
+    shutil.copytree(bundle, tmp_path / "newer")
+    file = tmp_path / "newer" / "bundle.json"
+    file.write_text(file.read_text().replace('"schema_version": 2', '"schema_version": 7'))
+    with pytest.raises(BundleError, match=r"schema_version is 7, this rlsvc reads 1 and 2$"):
+        serve(str(tmp_path / "newer"), port=port)
 
 
 def test_a_normaliser_group_that_the_bundle_has_not_is_refused(bundle):

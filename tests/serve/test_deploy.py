@@ -179,6 +179,22 @@ def test_a_killed_replica_costs_a_client_time_and_no_failure(served):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
+def test_a_killed_proxy_is_replaced_before_clients_give_up(served):
+    """Serve's own settings leave the port closed for more than half a minute."""
+    managers = [p for p in psutil.Process().children(recursive=True) if "HAProxyManager" in " ".join(p.cmdline())]
+    with PolicyClient(served, options=ClientOptions(timeout_s=25.0, retries=100)) as client:
+        client.act(STATE)
+        for manager in managers:
+            manager.kill()
+        assert len(managers) == 1
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            assert client.act(STATE).action.shape == (4, 2)
+            time.sleep(0.1)
+
+
+@pytest.mark.ray
 def test_a_policy_that_does_not_load_says_why_in_one_line(served):
     def load():
         raise ValueError("the weights do not fit")

@@ -107,7 +107,7 @@ def test_a_changed_weight_file_is_refused(path):
 def test_a_truncated_weight_file_is_refused(path):
     file = path / "params.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
-    refused(path, r"params\.safetensors: its sha256")
+    refused(path, r"params\.safetensors: 167 bytes, the manifest says 172")
 
 
 def test_a_file_that_is_no_safetensors_is_refused_even_with_the_right_sum(path):
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_safetensors_is_refused_even_with_the_right_sum(path):
     (path / "params.safetensors").write_bytes(data)
 
     def change(meta):
-        meta["manifest"]["params.safetensors"]["sha256"] = module.hashlib.sha256(data).hexdigest()
+        meta["manifest"]["params.safetensors"] = {"sha256": module.hashlib.sha256(data).hexdigest(), "bytes": 40}
         meta["id"] = module._id(meta)
 
     edit(path, change)
