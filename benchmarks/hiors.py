@@ -181,7 +181,8 @@ def baseline_of(experiment: str) -> str:
 def report(runs: list[Run], args: argparse.Namespace) -> None:
     """A table of all seeds."""
     table = Table(title=f"{args.experiment}, {args.demonstrations} demonstrations, {args.episodes} starts each")
-    for name in ("seed", "Hi-ORS", "HIL-SERL", "BC", "BC, robot time as demonstrations", "stand-in acts, by quarter", "accepted"):
+    more = "BC, robot time as demonstrations"
+    for name in ("seed", "Hi-ORS", "HIL-SERL", "BC", more, "stand-in acts, by quarter", "accepted"):
         table.add_column(name)
     for run in runs:
         cells = [

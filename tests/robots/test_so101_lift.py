@@ -34,7 +34,9 @@ def test_it_keeps_gymnasiums_promises_and_is_registered():
 def test_the_script_lifts_the_cube_wherever_it_lies_and_its_progress_says_so(env):
     for seed in range(6):
         reward, success, progress = play(env, seed)
-        assert success and reward == 1 and env.sim.cube[2] > LIFTED
+        assert success
+        assert reward == 1
+        assert env.sim.cube[2] > LIFTED
         assert progress[-1] > progress[0]
 
 
@@ -42,7 +44,9 @@ def test_nothing_is_lifted_by_an_arm_that_does_not_move_and_the_episode_ends(env
     env.reset(seed=0)
     for step in range(MAX_STEPS):
         _, reward, success, truncated, info = env.step(np.zeros(6))
-        assert not success and not info["is_success"] and reward == 0
+        assert not success
+        assert not info["is_success"]
+        assert reward == 0
         assert truncated == (step == MAX_STEPS - 1)
 
 
@@ -61,12 +65,15 @@ def test_goals_stay_within_the_joints_ranges_and_move_no_faster_than_said(env):
         before = env.goals.copy()
         env.step(np.full(6, 9.0))
         assert (np.abs(env.goals - before) <= MOST + 1e-9).all()
-        assert (env.goals >= low).all() and (env.goals <= high).all()
+        assert (env.goals >= low).all()
+        assert (env.goals <= high).all()
     assert np.allclose(env.goals[:4], high[:4])
 
 
 def test_demonstrations_are_successes_by_lerobots_names():
     columns = so101_lift.demonstrations(2, seed=1)
     steps = columns["episode_ends"][-1]
-    assert columns["observation.state"].shape == (steps, 17) and columns["action"].shape == (steps, 6)
-    assert len(columns["episode_ends"]) == 2 and columns["fps"] == 10
+    assert columns["observation.state"].shape == (steps, 17)
+    assert columns["action"].shape == (steps, 6)
+    assert len(columns["episode_ends"]) == 2
+    assert columns["fps"] == 10

@@ -43,9 +43,10 @@ HOVER = 0.05
 
 
 class SO101Lift(gymnasium.Env):
-    """Observation [17] float32: J angles and J goals of the joints, rad; 10 times the way from the grip to the cube, m;
-    sine and cosine of four times the cube's turn about z, since a cube looks the same after a quarter of one.
+    """A cube to be lifted by joints whose goals move.
 
+    Observation: [17] float32: J angles and J goals of the joints, rad; 10 times the way from the grip to the cube, m;
+    sine and cosine of four times the cube's turn about z, since a cube looks the same after a quarter of one.
     Action: [J] in [-1, 1], moves the goals by up to `MOST`. The episode terminates with reward 1 and `is_success` when
     the cube is above 0.06 m, and is truncated after 80 steps of 0.1 s. All other rewards are 0.
     """
@@ -94,7 +95,7 @@ class SO101Lift(gymnasium.Env):
         gripper = float(self.sim.angles[-1])
         held = between and gripper < 0.45 and self.goals[-1] < 0.1
         if held:
-            target, jaw = cube + [0, 0, 0.05], SHUT
+            target, jaw = cube + np.array([0, 0, 0.05]), SHUT
         elif between:
             target, jaw = cube, SHUT
         elif beside < 0.012 and gripper > 0.5:
