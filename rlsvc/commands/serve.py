@@ -50,40 +50,29 @@ def serve(
         check_name(name)
     known = None if keys is None else Keys.read(keys)
     check_address(host, port, keys=known is not None)
+    if replicas < 1 or cpus < 0 or gpus < 0:
+        raise UserError(
+            "expected 1 replica or more and no negative share of CPUs or GPUs; "
+            f"got {replicas}, {cpus:g} and {gpus:g}"
+        )
     if "RAY_ADDRESS" not in os.environ:
         check_resources(replicas, cpus, gpus, have_cpus=local_cpus(), have_gpus=local_gpus())
 
-    from rlsvc.serve.deploy import Deployment, ray_for_serving, start
-    from rlsvc.serve.replica import BundleLoader
-    from rlsvc.serve.service import ServeSettings
-    from rlsvc.store.bundle import read_bundle
-    from rlsvc.store.registry import resolve
+    from rlsvc.serve.application import deployment_of
+    from rlsvc.serve.deploy import ray_for_serving, start
+    from rlsvc.spec.serve import ServeSpec
 
-    path = resolve(policy, root=root).resolve()
-    bundle = read_bundle(path)
-    bundle.normalizer.group_index(group)
-    registered = policy.removeprefix("models:/").split("@")[0].split("/")[0] if policy.startswith("models:/") else None
-    deployment = Deployment(
-        name=check_name(name or registered or str(bundle.policy["name"])),
-        load=BundleLoader(path, batch_size, "gpu" if gpus else "cpu", group),
-        host=host,
-        port=port,
-        replicas=replicas,
-        cpus=cpus,
-        gpus=gpus,
-        settings=ServeSettings(
-            max_body_bytes=max_body_mb * 2**20,
-            max_batch=batch_size,
-            batch_wait_s=batch_wait_ms / 1e3,
-            deadline_s=deadline_s,
-        ),
-        keys=known,
-    )
+    spec = ServeSpec(
+        policy=policy, name=name, root=root, group=group, keys=None if keys is None else str(keys), replicas=replicas,
+        cpus=cpus, gpus=gpus, batch_size=batch_size, batch_wait_ms=batch_wait_ms, max_body_mb=max_body_mb,
+        deadline_s=deadline_s,
+    )  # fmt: skip
+    deployment = deployment_of(spec, host=host, port=port)
     console = Console(soft_wrap=True)
     previous = signal.getsignal(signal.SIGTERM)
     try:
         console.print(
-            f"loading {policy} (bundle {bundle.id[:12]}) on {replicas} replica(s); Ray takes some 30 s to start ..."
+            f"loading {policy} as '{deployment.name}' on {replicas} replica(s); Ray takes some 30 s to start ..."
         )
         with hold_port(port), ray_for_serving(deployment):
             # Stop as on Ctrl-C; only now, since Ray puts a handler of its own there when it starts.

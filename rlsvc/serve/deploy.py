@@ -10,14 +10,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlsvc.core.errors import UserError
 from rlsvc.serve.haproxy import haproxy_environment, wait_for_replicas
 from rlsvc.serve.preflight import check_resources, local_cpus, local_gpus
 from rlsvc.serve.service import ServeSettings
+from rlsvc.spec.serve import AutoscalingSpec
 
 if TYPE_CHECKING:
+    from ray.serve import Application
+
     from rlsvc.runner import ServedRunner
     from rlsvc.serve.keys import Keys
 
@@ -37,6 +40,7 @@ class Deployment:
         load: makes the runner in the replica's process.
         host, port: where it listens.
         replicas: how many.
+        autoscaling: in their place; None keeps that number.
         cpus, gpus: of each replica.
         settings: limits.
         keys: who may use it; None lets everybody who reaches it.
@@ -47,6 +51,7 @@ class Deployment:
     host: str = "127.0.0.1"
     port: int = 8000
     replicas: int = 1
+    autoscaling: AutoscalingSpec | None = None
     cpus: float = 1.0
     gpus: float = 0.0
     settings: ServeSettings = field(default_factory=ServeSettings)
@@ -58,23 +63,28 @@ class Deployment:
         return variables if self.gpus else variables | {"JAX_PLATFORMS": "cpu"}
 
 
-def start(deployment: Deployment) -> None:
-    """Deploy on the Ray that this process is connected to, and wait until every replica is warm.
-
-    Raises:
-        StartError: Serve or a replica failed to start.
-    """
+def application(deployment: Deployment) -> Application:
+    """What Ray Serve deploys."""
     from ray import serve
-    from ray.exceptions import RayError
 
     from rlsvc.serve.replica import PolicyReplica
 
-    settings = deployment.settings
+    settings, scaling = deployment.settings, deployment.autoscaling
+    number: dict[str, Any] = {"num_replicas": deployment.replicas}
+    if scaling is not None:
+        number = {
+            "autoscaling_config": {
+                "min_replicas": scaling.min_replicas,
+                "max_replicas": scaling.max_replicas,
+                "target_ongoing_requests": scaling.robots_per_replica,
+                "downscale_delay_s": scaling.downscale_delay_s,
+            }
+        }
     # An open WebSocket counts as a request under way for as long as it is open.
     most = settings.max_waiting + 256
     deploy = serve.deployment(
         name=deployment.name,
-        num_replicas=deployment.replicas,
+        **number,
         max_ongoing_requests=most,
         max_queued_requests=settings.max_waiting,
         ray_actor_options={
@@ -92,14 +102,25 @@ def start(deployment: Deployment) -> None:
         # A bundle that does not load will not load the second time either.
         max_constructor_retry_count=1,
     )
-    policy = deploy(serve.ingress()(PolicyReplica))
+    return deploy(serve.ingress()(PolicyReplica)).bind(deployment.name, deployment.load, settings, deployment.keys)
+
+
+def start(deployment: Deployment) -> None:
+    """Deploy on the Ray that this process is connected to, and wait until every replica is warm.
+
+    Raises:
+        StartError: Serve or a replica failed to start.
+    """
+    from ray import serve
+    from ray.exceptions import RayError
+
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its progress lines are no part of the command's output
     try:
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": deployment.host, "port": deployment.port, "keep_alive_timeout_s": 60},
         )
-        serve.run(policy.bind(deployment.name, deployment.load, settings, deployment.keys), name=APP, route_prefix="/")
+        serve.run(application(deployment), name=APP, route_prefix="/")
         wait_for_replicas(deployment.replicas, os.environ)
     except (RayError, RuntimeError, TimeoutError) as error:
         app = serve.status().applications.get(APP) if isinstance(error, RuntimeError) else None
