@@ -7,6 +7,8 @@ ARG EXTRAS="learn cluster sim vla zarr lerobot cuda"
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc g++ libc6-dev linux-libc-dev make \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/rlsvc
+# The last stage has the same interpreter in the same place, and no other.
+ENV UV_PYTHON_DOWNLOADS=never
 COPY Makefile pyproject.toml uv.lock README.md LICENSE ./
 RUN make install-packages EXTRAS="$EXTRAS"
 COPY rlsvc rlsvc

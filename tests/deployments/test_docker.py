@@ -86,6 +86,7 @@ def test_the_last_stage_has_a_pinned_base_no_build_tools_and_no_root(file):
     build, last = stages(file)
     assert re.fullmatch(r"python:3\.12\.\d+-slim-bookworm", last[0][1])
     assert build[0][1] == f"{last[0][1]} AS build"  # the environment's interpreter is the base's
+    assert ("ENV", "UV_PYTHON_DOWNLOADS=never") in build
     assert [value for name, value in last if name == "RUN" and BUILD_TOOLS.search(value)] == []
     users = [value for name, value in last if name == "USER"]
     assert users == ["10001:10001"]
@@ -195,6 +196,8 @@ def test_the_steps_of_the_cpu_image_make_a_working_environment_in_an_empty_folde
     """As the build does: what it copies, in its order, and its own commands."""
     file = ROOT / "docker" / "cpu.Dockerfile"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VIRTUAL_ENV", "PYTHON"))}
+    environment["UV_PYTHON"] = str(Path(sys.base_prefix) / "bin" / "python3.12")  # the base image has it on its path
+    environment["UV_PYTHON_DOWNLOADS"] = "never"
     steps = iter(make_steps(file))
     for name, value in stages(file)[0]:
         if name == "COPY":
