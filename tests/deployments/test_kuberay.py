@@ -373,3 +373,14 @@ def test_the_service_deploys_a_config_that_is_valid_for_rlsvc_and_for_ray():
         for key in ("keys", "wait_for_nodes"):
             one["applications"][0]["args"].pop(key, None)
     assert plain == shipped
+
+
+def test_every_secret_is_made_by_the_page_on_deploying_and_none_lies_here():
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    made = set(re.findall(r"kubectl create secret generic (\S+) .*--from-(?:literal|file)=([\w.]+)=", page))
+    used = {("rlsvc-ray-token", "auth_token"), ("rlsvc-keys", "keys.json")}
+    used |= {(ref["name"], ref["key"]) for ref in values_of(documents(), "secretKeyRef")}
+    named = {*values_of(documents(), "secretName")}
+    assert named == {"rlsvc-ray-token", "rlsvc-keys"}
+    assert used == made
+    assert of_kind("Secret") == []
