@@ -1,24 +1,19 @@
 """docs/deploy.md: its local steps run as they stand, its configs are valid, and TLS works in front of a server."""
 
-import contextlib
-import os
 import re
 import ssl
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 from serving_fakes import SMALL_CONTRACT, FakeRunner, serving
+from workplaces import workplace
 
 from rlsvc.client import ClientOptions, PolicyClient
-from rlsvc.serve.haproxy import free_ports, haproxy_environment
+from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.keys import Keys, new_key
 from rlsvc.spec.compose import compose_file
 from rlsvc.spec.serve import ServeConfigSpec
@@ -73,63 +68,6 @@ def ported(text: str, environment: dict[str, str]) -> str:
     for port in ("8000", "8265", "6379"):
         text = re.sub(rf"\b{port}\b", environment[f"PORT_{port}"], text)
     return text
-
-
-@contextlib.contextmanager
-def workplace(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A folder like a clone with its environment, and variables that keep its Ray apart from others on this machine.
-
-    Whatever still runs with its home at the end is ended.
-    """
-    folder = tmp_path / "clone"
-    programs = folder / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    for path in Path(sys.prefix).iterdir():
-        if path.name != "bin":
-            (folder / ".venv" / path.name).symlink_to(path)
-    for path in (Path(sys.prefix) / "bin").iterdir():  # a folder of its own, since `make haproxy` writes into it
-        if path.name != "rlsvc-haproxy":
-            (programs / path.name).symlink_to(path)
-    for name in ("Makefile", "datasets", "deployments", "pyproject.toml", "uv.lock", "rlsvc"):
-        (folder / name).symlink_to(ROOT / name)
-    home = tmp_path / "home"
-    home.mkdir()
-    usual = ("8000", "8265", "6379")
-    *ports, agent, client = free_ports(len(usual) + 2)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RLSVC_"))}
-    # Sockets of Ray and of HAProxy need a short path.
-    with tempfile.TemporaryDirectory(prefix="rlsvc-", ignore_cleanup_errors=True) as short:
-        haproxy = haproxy_environment(Path(short))
-        environment = {
-            **inherited,
-            **{
-                name: value
-                for name, value in haproxy.items()
-                if name.endswith(("_PATH", "_LOC", "_BASE", "_FILE", "_PORT"))
-            },
-            "HOME": str(home),
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "RAY_TMPDIR": short,
-            "JAX_PLATFORMS": "cpu",
-            "START": f"--dashboard-agent-listen-port={agent} --ray-client-server-port={client}",
-            **{f"PORT_{name}": str(port) for name, port in zip(usual, ports, strict=True)},
-        }
-        try:
-            yield folder, environment
-        finally:
-            left = [process for process in psutil.process_iter() if home_of(process) == str(home)]
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(left, timeout=10)
-
-
-def home_of(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get("HOME")
-    except (psutil.Error, OSError):
-        return None
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The images and the compose file: linted, valid, without root or build tools, and their RUN steps work."""
 
+import ipaddress
 import json
 import os
 import re
@@ -147,7 +148,12 @@ def test_nothing_of_the_compose_cluster_is_published_beyond_loopback_and_mlflow_
     assert {port.split(":")[1] for ports in published.values() for port in ports} == {"8000", "8265"}
     assert published["mlflow"] == published["worker"] == []
     assert services["mlflow"]["networks"] == services["worker"]["networks"] == ["inner"]
-    assert compose()["networks"]["inner"] == {"internal": True}
+    inner = compose()["networks"]["inner"]
+    assert inner["internal"] is True
+    # The head is on two networks, and Ray would take its address of the other one, which no worker reaches.
+    address = services["head"]["networks"]["inner"]["ipv4_address"]
+    assert f"--node-ip-address={address}" in services["head"]["command"]
+    assert ipaddress.ip_address(address) in ipaddress.ip_network(inner["ipam"]["config"][0]["subnet"])
 
 
 def test_every_compose_service_asks_for_tokens_is_watched_and_has_no_rights():
