@@ -21,6 +21,8 @@ from pathlib import Path
 
 import httpx
 
+STATS_PORT = 8404
+"""Ray's own choice, on a cluster that was started with HAProxy and without a port of its own for it (an image)."""
 # Ray rewrites the configuration and starts HAProxy anew whenever replicas change, so the wrapper edits it each time.
 _WRAPPER = """#!/bin/sh
 set -e
@@ -88,7 +90,7 @@ def wait_for_replicas(count: int, environment: Mapping[str, str], timeout_s: flo
 
     Args:
         count: of replicas.
-        environment: of `haproxy_environment`; nothing is waited for when HAProxy is not in use.
+        environment: of `haproxy_environment`, or of a cluster; nothing is waited for when HAProxy is not in use.
         timeout_s: longest to wait.
 
     Raises:
@@ -96,7 +98,7 @@ def wait_for_replicas(count: int, environment: Mapping[str, str], timeout_s: flo
     """
     if environment.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return
-    url = f"http://127.0.0.1:{environment['RAY_SERVE_HAPROXY_STATS_PORT']}/stats;csv"
+    url = f"http://127.0.0.1:{environment.get('RAY_SERVE_HAPROXY_STATS_PORT', STATS_PORT)}/stats;csv"
     deadline = time.monotonic() + timeout_s
     while (up := _replicas_up(url)) < count:
         if time.monotonic() > deadline:

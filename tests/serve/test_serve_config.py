@@ -1,5 +1,6 @@
 """A Serve config: what is refused before and while it is deployed, and the whole way through Serve's own schema."""
 
+import asyncio
 import re
 import textwrap
 import time
@@ -15,11 +16,13 @@ from serving_fakes import SMALL_CONTRACT
 from rlsvc.commands.serve import serve
 from rlsvc.core.errors import NotFoundError, SpecError, UserError
 from rlsvc.data.normalize import Normalizer
-from rlsvc.serve import preflight
+from rlsvc.serve import listener, preflight
 from rlsvc.serve.application import BuildError, build, deployments_of
 from rlsvc.serve.deploy import check_room
 from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.keys import new_key, write_file
+from rlsvc.serve.replica import PolicyReplica
+from rlsvc.serve.service import ServeSettings
 from rlsvc.spec.compose import compose_file, validate
 from rlsvc.spec.serve import ServeConfigSpec, ServeSpec
 from rlsvc.store.bundle import write_bundle
@@ -257,6 +260,16 @@ def test_a_cluster_that_listens_for_others_takes_no_application_without_keys(ser
         build({"policy": str(bundle), "cpus": 0.1, "keys": str(tmp_path / "keys.json")})
     finally:
         ray.kill(controller)
+
+
+def test_a_replica_without_keys_does_not_start_behind_a_listener_for_others(monkeypatch):
+    """Serve may have been started on another host after the application was built."""
+    loaded = []
+    replica = object.__new__(PolicyReplica)
+    monkeypatch.setattr(listener, "listener", lambda: "0.0.0.0")
+    with pytest.raises(UserError, match=r"Serve listens on 0\.0\.0\.0"):
+        asyncio.run(PolicyReplica.__init__(replica, "arm", lambda: loaded.append(1), ServeSettings()))
+    assert loaded == []
 
 
 @pytest.mark.ray
