@@ -40,6 +40,7 @@ def test_every_file_for_deploying_is_named_by_the_page_or_by_its_commands():
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # four minutes on two cores that are idle
 def test_the_local_steps_of_the_page_run_as_they_stand(tmp_path):
     """From nothing to a served policy on a laptop, and on a Ray that was started by hand with tokens."""
     assert [name for name, _ in STEPS][:3] == ["a policy", "keys", "serve on a laptop"]
@@ -54,7 +55,7 @@ def test_the_local_steps_of_the_page_run_as_they_stand(tmp_path):
         with log.open("w") as output:
             command = ["bash", "-euo", "pipefail", "-c", script]
             ran = subprocess.run(
-                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=540, check=False
+                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=1100, check=False
             )
         printed = log.read_text()
     assert ran.returncode == 0, printed[-4000:]
