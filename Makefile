@@ -4,7 +4,7 @@ SHELL := bash
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-slow lint format types bench bench-report clean
+.PHONY: help setup demo test test-slow lint format types bench bench-report clean install-packages install haproxy
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,6 +22,19 @@ help: ## List the targets.
 
 setup: .venv/.synced ## Install everything this project needs into .venv (about 7 GB).
 
+# What the images' RUN steps call (docker/). Packages come first and the project after them, so that a layer holds the packages.
+EXTRAS ?= learn cluster
+INSTALL = $(UV) sync --locked --no-dev --no-editable $(addprefix --extra ,$(EXTRAS))
+
+install-packages: pyproject.toml uv.lock $(filter .tools/bin/uv,$(UV)) ## Install the packages of EXTRAS into .venv, without those of development.
+	$(INSTALL) --no-install-project
+
+install: install-packages ## Install the project with EXTRAS into .venv, to be run and not to be changed.
+	$(INSTALL)
+
+haproxy: ## Write .venv/bin/rlsvc-haproxy, which keeps HAProxy's own ports on loopback.
+	$(BIN)/python -m rlsvc.serve.haproxy $(BIN)/rlsvc-haproxy
+
 demo: setup ## Train, evaluate, serve and query a small policy on this machine.
 	$(BIN)/rlsvc demo
 
@@ -33,10 +46,11 @@ test: setup ## Run the tests that take minutes.
 test-slow: setup ## Run the slow tests: learning, sweeps, jobs.
 	$(BIN)/pytest -m "slow and not gpu"
 
-lint: setup ## Check format, lint and import layers.
+lint: setup ## Check format, lint, import layers and images.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/hadolint --failure-threshold style docker/*.Dockerfile
 
 format: setup ## Format and mend what can be mended.
 	$(BIN)/ruff format .

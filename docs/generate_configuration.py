@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from rlsvc.spec.compose import CONFIGS, experiments, robots
 from rlsvc.spec.run import RunSpec
+from rlsvc.spec.serve import ServeConfigSpec
 from rlsvc.spec.sweep import SweepSpec
 
 BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -49,6 +50,8 @@ def render() -> str:
     _section(RunSpec, "", parts)
     parts.append("\n## SweepSpec: what `rlsvc sweep` takes\n")
     _section(SweepSpec, "", parts)
+    parts.append("\n## ServeConfigSpec: what `rlsvc serve FILE.yaml` and `serve deploy FILE.yaml` take\n")
+    _section(ServeConfigSpec, "", parts)
     return "\n".join(parts) + "\n"
 
 

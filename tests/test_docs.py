@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"^# (run|sweep|session): (\S+)\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+SHELL = {">", "|", "&", "&&", ";"}
 # Shown with an experiment's name as a letter, in the tables of docs/coming-from.md.
 PLACEHOLDERS = {"C", "E", "NAME"}
 # Made by docs/adding-an-algorithm.md, which tests/test_adding_an_algorithm.py follows with its command and its files.
@@ -57,7 +59,7 @@ def command_lines() -> list[tuple[str, list[str]]]:
     for block in blocks():
         if block.language == "bash":
             for line in block.text.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
+                words = list(itertools.takewhile(lambda word: word not in SHELL, shlex.split(line, comments=True)))
                 if words[:1] == ["rlsvc"]:
                     found.append((block.page.name, words[1:]))
     return found

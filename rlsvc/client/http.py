@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from typing import Any
 from urllib.parse import quote
 
@@ -42,7 +43,9 @@ class HttpLink:
 
     def open(self, deadline: Deadline) -> Served:
         """Ask which policies there are; see WebSocketLink.open."""
-        self._client = httpx.Client(base_url=self._address.http, headers=self._options.headers, trust_env=False)
+        self._client = httpx.Client(
+            base_url=self._address.http, headers=self._options.headers, trust_env=False, verify=trust(self._address)
+        )
         try:
             served = choose(self._send("GET", "/v1/policies", None, deadline), self._policy)
         except BaseException:
@@ -95,7 +98,9 @@ class AsyncHttpLink:
 
     async def open(self, deadline: Deadline) -> Served:
         """Ask which policies there are; see WebSocketLink.open."""
-        self._client = httpx.AsyncClient(base_url=self._address.http, headers=self._options.headers, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=self._address.http, headers=self._options.headers, trust_env=False, verify=trust(self._address)
+        )
         try:
             served = choose(await self._send("GET", "/v1/policies", None, deadline), self._policy)
         except BaseException:
@@ -151,6 +156,11 @@ def choose(body: bytes, wanted: str | None) -> Served:
             f"policy '{wanted}' is not served" if wanted else f"name one of the policies served: {names}"
         )
     return found[0]
+
+
+def trust(address: Address) -> ssl.SSLContext | bool:
+    """The system's certificates, as the WebSocket has it; httpx brings others, which no administrator adds to."""
+    return ssl.create_default_context() if address.secure else True
 
 
 def translate(error: httpx.HTTPError, address: Address, deadline: Deadline) -> Exception:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from rlsvc.core.errors import UserError
 
+if TYPE_CHECKING:
+    from rlsvc.serve.deploy import Deployment
+
 
 def serve(
-    policy: Annotated[str, typer.Argument(help="Folder of a policy bundle, or models:/name@alias.")],
+    policy: Annotated[str, typer.Argument(help="Folder of a bundle, models:/name@alias, or a Serve config (.yaml).")],
     name: Annotated[
         str | None,
         typer.Option(help="Under which clients ask for it; the registered or the policy's name when left out."),
@@ -37,67 +39,65 @@ def serve(
     deadline_s: Annotated[float, typer.Option(help="Longest that a request may take.")] = 30.0,
     keys: Annotated[Path | None, typer.Option(help="File of API keys (rlsvc keys add); callers must have one.")] = None,
 ) -> None:
-    """Serve a policy over HTTP and openpi's WebSocket until Ctrl-C."""
+    """Serve a policy, or what a Serve config file names, over HTTP and openpi's WebSocket until Ctrl-C."""
     from rlsvc.serve.keys import Keys
-    from rlsvc.serve.preflight import check_address, check_name, check_resources, hold_port, local_cpus, local_gpus
+    from rlsvc.serve.preflight import check_address, check_name, hold_port
+    from rlsvc.spec.compose import compose_file, validate
+    from rlsvc.spec.serve import ServeConfigSpec, ServeSpec
 
-    if not 1 <= batch_size <= 1024 or batch_wait_ms < 0 or not 1 <= max_body_mb <= 16 or deadline_s <= 0:
-        raise UserError(
-            "expected --batch-size 1 to 1024, --batch-wait-ms 0 or more, --max-body-mb 1 to 16, --deadline-s above 0; "
-            f"got {batch_size}, {batch_wait_ms:g}, {max_body_mb} and {deadline_s:g}"
-        )
-    if name is not None:
-        check_name(name)
-    known = None if keys is None else Keys.read(keys)
-    check_address(host, port, keys=known is not None)
-    if "RAY_ADDRESS" not in os.environ:
-        check_resources(replicas, cpus, gpus, have_cpus=local_cpus(), have_gpus=local_gpus())
+    args: dict[str, Any] = {
+        "policy": policy, "name": name, "root": root, "group": group, "keys": None if keys is None else str(keys),
+        "replicas": replicas, "cpus": cpus, "gpus": gpus, "batch_size": batch_size, "batch_wait_ms": batch_wait_ms,
+        "max_body_mb": max_body_mb, "deadline_s": deadline_s,
+    }  # fmt: skip
+    spec = validate(ServeSpec, args)
+    from_file = policy.endswith((".yaml", ".yml"))
+    if from_file:
+        if (spec, host, port) != (ServeSpec(policy=policy), "127.0.0.1", 8000):
+            raise UserError(f"{policy}: a Serve config says everything; write options into it, not beside it")
+        config = compose_file(ServeConfigSpec, Path(policy))
+        host, port = config.http_options.host, config.http_options.port
+    else:
+        if name is not None:
+            check_name(name)
+        if keys is not None:
+            Keys.read(keys)
+        check_address(host, port, keys=keys is not None)
+        app = {"import_path": "rlsvc.serve.application:build", "args": args}
+        http = {"host": host, "port": port}
+        config = validate(ServeConfigSpec, {"proxy_location": "HeadOnly", "http_options": http, "applications": [app]})
 
-    from rlsvc.serve.deploy import Deployment, ray_for_serving, start
-    from rlsvc.serve.replica import BundleLoader
-    from rlsvc.serve.service import ServeSettings
-    from rlsvc.store.bundle import read_bundle
-    from rlsvc.store.registry import resolve
+    from rlsvc.serve.application import deployments_of
+    from rlsvc.serve.deploy import ray_for_serving, start
 
-    path = resolve(policy, root=root).resolve()
-    bundle = read_bundle(path)
-    bundle.normalizer.group_index(group)
-    registered = policy.removeprefix("models:/").split("@")[0].split("/")[0] if policy.startswith("models:/") else None
-    deployment = Deployment(
-        name=check_name(name or registered or str(bundle.policy["name"])),
-        load=BundleLoader(path, batch_size, "gpu" if gpus else "cpu", group),
-        host=host,
-        port=port,
-        replicas=replicas,
-        cpus=cpus,
-        gpus=gpus,
-        settings=ServeSettings(
-            max_body_bytes=max_body_mb * 2**20,
-            max_batch=batch_size,
-            batch_wait_s=batch_wait_ms / 1e3,
-            deadline_s=deadline_s,
-        ),
-        keys=known,
-    )
+    deployments = deployments_of(config)
+    if from_file:
+        check_address(host, port, keys=True)
     console = Console(soft_wrap=True)
     previous = signal.getsignal(signal.SIGTERM)
+    names = ", ".join(f"'{one.name}'" for one in deployments)
+    count = sum(one.fewest for one in deployments)
     try:
-        console.print(
-            f"loading {policy} (bundle {bundle.id[:12]}) on {replicas} replica(s); Ray takes some 30 s to start ..."
-        )
-        with hold_port(port), ray_for_serving(deployment):
+        console.print(f"loading {policy} as {names} on {count} replica(s); Ray takes some 30 s to start ...")
+        with hold_port(port), ray_for_serving(*deployments):
             # Stop as on Ctrl-C; only now, since Ray puts a handler of its own there when it starts.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-            start(deployment)
-            base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            console.print(f"ready: policy '{deployment.name}' at {base}")
-            console.print(f"  POST {base}/v1/policies/{deployment.name}/act   (JSON or msgpack; {base}/docs)")
-            console.print(f"  ws{base.removeprefix('http')}/   (openpi's protocol, rlsvc.client)")
-            if known is not None:
-                console.print("  asks for a key; without TLS before it, keys and pictures travel unencrypted")
+            start(*deployments, proxies=config.proxy_location, http=config.http_options.model_dump())
+            for one in deployments:
+                _ready(console, one)
             console.print(f"  try: rlsvc query {host}:{port} --example -n 100   Ctrl-C stops it")
             threading.Event().wait()
     except KeyboardInterrupt:
         console.print("stopped")
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _ready(console: Console, one: Deployment) -> None:
+    host = f"[{one.host}]" if ":" in one.host else one.host
+    base = f"http://{host}:{one.port}{one.route.rstrip('/')}"
+    console.print(f"ready: policy '{one.name}' at {base}")
+    console.print(f"  POST {base}/v1/policies/{one.name}/act   (JSON or msgpack; {base}/docs)")
+    console.print(f"  ws{base.removeprefix('http')}/   (openpi's protocol, rlsvc.client)")
+    if one.keys is not None:
+        console.print("  asks for a key; without TLS before it, keys and pictures travel unencrypted")

@@ -7,17 +7,20 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlsvc.core.errors import UserError
 from rlsvc.serve.haproxy import haproxy_environment, wait_for_replicas
 from rlsvc.serve.preflight import check_resources, local_cpus, local_gpus
 from rlsvc.serve.service import ServeSettings
+from rlsvc.spec.serve import AutoscalingSpec
 
 if TYPE_CHECKING:
+    from ray.serve import Application
+
     from rlsvc.runner import ServedRunner
     from rlsvc.serve.keys import Keys
 
@@ -37,9 +40,12 @@ class Deployment:
         load: makes the runner in the replica's process.
         host, port: where it listens.
         replicas: how many.
+        autoscaling: in their place; None keeps that number.
         cpus, gpus: of each replica.
         settings: limits.
         keys: who may use it; None lets everybody who reaches it.
+        app: name of the Serve application.
+        route: prefix of its paths.
     """
 
     name: str
@@ -47,10 +53,18 @@ class Deployment:
     host: str = "127.0.0.1"
     port: int = 8000
     replicas: int = 1
+    autoscaling: AutoscalingSpec | None = None
     cpus: float = 1.0
     gpus: float = 0.0
     settings: ServeSettings = field(default_factory=ServeSettings)
     keys: Keys | None = None
+    app: str = APP
+    route: str = "/"
+
+    @property
+    def fewest(self) -> int:
+        """Replicas that there are at least."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
 
     def replica_environment(self) -> dict[str, str]:
         """Set in the replica's process before it imports jax: share a card, and stay off cards not asked for."""
@@ -58,23 +72,45 @@ class Deployment:
         return variables if self.gpus else variables | {"JAX_PLATFORMS": "cpu"}
 
 
-def start(deployment: Deployment) -> None:
-    """Deploy on the Ray that this process is connected to, and wait until every replica is warm.
+def check_room(deployments: Sequence[Deployment], *, have_cpus: float, have_gpus: float) -> None:
+    """Refuse what Ray would wait for without end, of each policy and of all of them.
 
     Raises:
-        StartError: Serve or a replica failed to start.
+        UserError: not enough CPUs or GPUs.
     """
+    for one in deployments:
+        check_resources(one.fewest, one.cpus, one.gpus, have_cpus=have_cpus, have_gpus=have_gpus)
+    cpus = sum(one.fewest * one.cpus for one in deployments)
+    gpus = sum(one.fewest * one.gpus for one in deployments)
+    if cpus > have_cpus or gpus > have_gpus:
+        raise UserError(
+            f"{len(deployments)} policies need {cpus:g} CPUs and {gpus:g} GPUs together, there are {have_cpus:g} and "
+            f"{have_gpus:g}; ask for fewer replicas or smaller shares"
+        )
+
+
+def application(deployment: Deployment) -> Application:
+    """What Ray Serve deploys."""
     from ray import serve
-    from ray.exceptions import RayError
 
     from rlsvc.serve.replica import PolicyReplica
 
-    settings = deployment.settings
+    settings, scaling = deployment.settings, deployment.autoscaling
+    number: dict[str, Any] = {"num_replicas": deployment.replicas}
+    if scaling is not None:
+        number = {
+            "autoscaling_config": {
+                "min_replicas": scaling.min_replicas,
+                "max_replicas": scaling.max_replicas,
+                "target_ongoing_requests": scaling.robots_per_replica,
+                "downscale_delay_s": scaling.downscale_delay_s,
+            }
+        }
     # An open WebSocket counts as a request under way for as long as it is open.
     most = settings.max_waiting + 256
     deploy = serve.deployment(
         name=deployment.name,
-        num_replicas=deployment.replicas,
+        **number,
         max_ongoing_requests=most,
         max_queued_requests=settings.max_waiting,
         ray_actor_options={
@@ -92,19 +128,35 @@ def start(deployment: Deployment) -> None:
         # A bundle that does not load will not load the second time either.
         max_constructor_retry_count=1,
     )
-    policy = deploy(serve.ingress()(PolicyReplica))
+    return deploy(serve.ingress()(PolicyReplica)).bind(deployment.name, deployment.load, settings, deployment.keys)
+
+
+def start(*deployments: Deployment, proxies: str = "HeadOnly", http: dict[str, Any] | None = None) -> None:
+    """Deploy on the Ray that this process is connected to, and wait until every replica is warm.
+
+    Args:
+        deployments: which all listen on the host and port of the first.
+        proxies: nodes that listen, "HeadOnly" or "EveryNode".
+        http: further options of Serve's listener.
+
+    Raises:
+        StartError: Serve or a replica failed to start.
+    """
+    from ray import serve
+    from ray.exceptions import RayError
+
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its progress lines are no part of the command's output
+    current = deployments[0]
+    options = {"keep_alive_timeout_s": 60, **(http or {}), "host": current.host, "port": current.port}
     try:
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": deployment.host, "port": deployment.port, "keep_alive_timeout_s": 60},
-        )
-        serve.run(policy.bind(deployment.name, deployment.load, settings, deployment.keys), name=APP, route_prefix="/")
-        wait_for_replicas(deployment.replicas, os.environ)
+        serve.start(proxy_location=proxies, http_options=options)
+        for current in deployments:
+            serve.run(application(current), name=current.app, route_prefix=current.route)
+        wait_for_replicas(sum(one.fewest for one in deployments), os.environ)
     except (RayError, RuntimeError, TimeoutError) as error:
-        app = serve.status().applications.get(APP) if isinstance(error, RuntimeError) else None
+        app = serve.status().applications.get(current.app) if isinstance(error, RuntimeError) else None
         reports = [] if app is None else [status.message for status in app.deployments.values()]
-        raise StartError(f"policy '{deployment.name}' could not be served: {_cause([*reports, str(error)])}") from error
+        raise StartError(f"policy '{current.name}' could not be served: {_cause([*reports, str(error)])}") from error
 
 
 def _cause(reports: list[str]) -> str:
@@ -117,7 +169,7 @@ def _cause(reports: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def ray_for_serving(deployment: Deployment) -> Iterator[None]:
+def ray_for_serving(*deployments: Deployment) -> Iterator[None]:
     """A Ray to serve on: the cluster that RAY_ADDRESS names, else one of our own that ends with the block.
 
     Raises:
@@ -125,10 +177,9 @@ def ray_for_serving(deployment: Deployment) -> Iterator[None]:
         UserError: the cluster lacks what the replicas ask for.
     """
     address = os.environ.get("RAY_ADDRESS")
-    ask = (deployment.replicas, deployment.cpus, deployment.gpus)
     with contextlib.ExitStack() as stack:
         if address is None:
-            check_resources(*ask, have_cpus=local_cpus(), have_gpus=local_gpus())
+            check_room(deployments, have_cpus=local_cpus(), have_gpus=local_gpus())
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlsvc-serve-", ignore_cleanup_errors=True))
             stack.enter_context(_environment(haproxy_environment(Path(folder))))
         import ray
@@ -144,9 +195,10 @@ def ray_for_serving(deployment: Deployment) -> Iterator[None]:
         except Exception as error:  # Ray raises Exception itself when a part of it does not come up in time
             raise StartError(f"Ray did not start: {error}") from error
         stack.callback(ray.shutdown)
-        stack.callback(_stop, ours=address is None)
+        if address is not None:  # a Ray of our own ends with all that it holds
+            stack.callback(_delete, [one.app for one in deployments])
         have = ray.cluster_resources()
-        check_resources(*ask, have_cpus=have.get("CPU", 0.0), have_gpus=have.get("GPU", 0.0))
+        check_room(deployments, have_cpus=have.get("CPU", 0.0), have_gpus=have.get("GPU", 0.0))
         yield
 
 
@@ -165,9 +217,9 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _stop(*, ours: bool) -> None:
-    """End the application: a Ray of our own ends with all it holds, a cluster's Serve may hold other applications."""
-    if not ours:
-        from ray import serve
+def _delete(apps: Sequence[str]) -> None:
+    """End these applications: a cluster's Serve may hold others."""
+    from ray import serve
 
-        serve.delete(APP)
+    for app in apps:
+        serve.delete(app)

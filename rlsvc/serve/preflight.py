@@ -112,19 +112,19 @@ def check_resources(replicas: int, cpus: float, gpus: float, *, have_cpus: float
     """
     if replicas < 1 or cpus < 0 or gpus < 0:
         raise UserError(
-            f"--replicas {replicas}, --cpus {cpus:g}, --gpus {gpus:g}: expected 1 replica or more and no negative share"
+            f"replicas = {replicas}, cpus = {cpus:g}, gpus = {gpus:g}: expected 1 replica or more and no negative share"
         )
     if gpus > 0 and have_gpus == 0:
-        raise UserError(f"--gpus {gpus:g}: there is no GPU here; leave --gpus out to serve on the CPU")
+        raise UserError(f"gpus = {gpus:g}: there is no GPU here; leave it out to serve on the CPU")
     if gpus > 1 and gpus != int(gpus):
-        raise UserError(f"--gpus {gpus:g}: expected a fraction below 1, or whole cards")
+        raise UserError(f"gpus = {gpus:g}: expected a fraction below 1, or whole cards")
     # A fraction does not stretch over two cards.
     fit = int(have_gpus) * int(1 / gpus + 1e-9) if 0 < gpus <= 1 else int(have_gpus / gpus) if gpus else replicas
     if replicas > fit:
-        raise UserError(f"--replicas {replicas} with --gpus {gpus:g} each: {have_gpus:g} GPUs hold {fit} such replicas")
+        raise UserError(f"{replicas} replicas with gpus = {gpus:g} each: {have_gpus:g} GPUs hold {fit} such replicas")
     if replicas * cpus > have_cpus:
         raise UserError(
-            f"--replicas {replicas} with --cpus {cpus:g} each need {replicas * cpus:g} CPUs, there are {have_cpus:g}"
+            f"{replicas} replicas with cpus = {cpus:g} each need {replicas * cpus:g} CPUs, there are {have_cpus:g}"
         )
 
 

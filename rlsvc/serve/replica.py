@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlsvc.serve.app import build_app
+from rlsvc.serve.listener import check_listener
 from rlsvc.serve.service import PolicyService, ServeSettings
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class PolicyReplica:
         """
         from ray import serve
 
+        # Once more where it counts: Serve may have been started on another host since the application was built.
+        await asyncio.to_thread(check_listener, keys=keys is not None)
         runner = await asyncio.to_thread(load)
         await asyncio.to_thread(runner.warm_up)
         self._keys = keys

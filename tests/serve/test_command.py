@@ -25,7 +25,7 @@ from rlsvc.commands.query import query
 from rlsvc.commands.serve import serve
 from rlsvc.core.errors import BundleError, BusyError, NotFoundError, UserError
 from rlsvc.data.normalize import Normalizer
-from rlsvc.serve import preflight
+from rlsvc.serve import haproxy, preflight
 from rlsvc.serve.haproxy import free_ports, haproxy_environment, wait_for_replicas
 from rlsvc.serve.keys import new_key, write_file
 from rlsvc.store.bundle import write_bundle
@@ -131,8 +131,10 @@ def test_a_registered_model_is_looked_up_under_the_root_that_was_given(tmp_path,
     ],
 )
 def test_options_out_of_range_are_refused(bundle, options):
-    with pytest.raises(UserError, match="expected"):
+    ((option, value),) = options.items()
+    with pytest.raises(UserError, match=rf"{option}\W+(got )?{value}") as caught:
         serve(str(bundle), **options)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_haproxys_own_ports_are_fenced_to_loopback(tmp_path):
     assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8404"]
 
 
-def test_serving_waits_until_haproxy_reaches_the_replicas_themselves():
+def test_serving_waits_until_haproxy_reaches_the_replicas_themselves(monkeypatch):
     table = (
         "# pxname,svname,status,\nhttp-rlsvc,SERVE_REPLICA_a,{},\nhttp-rlsvc,SERVE_PROXY_ACTOR-fallback-b,UP,\n"
         "http-rlsvc,BACKEND,UP,\n"
@@ -204,6 +206,9 @@ def test_serving_waits_until_haproxy_reaches_the_replicas_themselves():
         assert asked == ["/stats;csv"] * 3
         with pytest.raises(TimeoutError, match="reaches 1 of 2 replicas"):
             wait_for_replicas(2, environment, timeout_s=0.2)
+        # The images and `ray up` name no port.
+        monkeypatch.setattr(haproxy, "STATS_PORT", server.server_address[1])
+        wait_for_replicas(1, {"RAY_SERVE_ENABLE_HA_PROXY": "1"})
         server.shutdown()
     wait_for_replicas(1, {})  # Serve's own proxy: nothing to wait for
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from serving_fakes import SMALL_CONTRACT, FakeRunner, service_of, serving
+from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from rlsvc.client.protocol import RefusedError
 from rlsvc.core.errors import NotFoundError, UserError
 from rlsvc.serve.app import build_app
 from rlsvc.serve.episodes import EpisodeInbox, add_episode_routes
-from rlsvc.serve.keys import ROLES, ROUTES, Keys, new_key, read_file, role_of, write_file
+from rlsvc.serve.keys import ROLES, ROUTES, Authenticated, Keys, new_key, read_file, role_of, write_file
 
 TODAY = datetime.date(2030, 5, 5)
 DATASET = "0" * 32
@@ -183,3 +184,19 @@ def test_the_client_sends_its_key_and_says_when_it_lacks_one(transport):
         assert key not in repr(ClientOptions(key=key))
         with pytest.raises(RefusedError, match=r"key|403"):
             PolicyClient(url, transport=transport)
+
+
+def test_roles_are_asked_for_below_the_prefix_of_an_application():
+    """Serve mounts an application under its route prefix; without it a route's role would not be found."""
+    reader, kept = new_key("reader", ("read",))
+
+    async def inner(scope, receive, send):
+        await JSONResponse({})(scope, receive, send)
+
+    client = TestClient(Authenticated(inner, Keys((kept,))), root_path="/arm")
+    headers = {"Authorization": f"Bearer {reader}"}
+    assert client.get("/arm/healthz").status_code == 200
+    assert client.get("/arm/metrics").status_code == 401
+    assert client.get("/arm/metrics", headers=headers).status_code == 200
+    assert client.get("/arm/healthz/arm/metrics", headers=headers).status_code == 403
+    assert client.get("/armx/metrics", headers=headers).status_code == 403

@@ -1,0 +1,119 @@
+"""What a Serve config names as `import_path: rlsvc.serve.application:build` (deployments/serve.yaml)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray.serve.exceptions import RayServeException
+
+from rlsvc.core.errors import UserError
+from rlsvc.serve.deploy import Deployment, application
+from rlsvc.serve.keys import Keys
+from rlsvc.serve.listener import check_listener
+from rlsvc.serve.preflight import check_name, check_resources, is_loopback
+from rlsvc.serve.replica import BundleLoader
+from rlsvc.serve.service import ServeSettings
+from rlsvc.spec.compose import validate
+from rlsvc.spec.serve import ServeConfigSpec, ServeSpec
+from rlsvc.store.bundle import read_bundle
+from rlsvc.store.registry import resolve
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+
+class BuildError(UserError, RayServeException):
+    """A config's arguments do not fit. Of this kind Serve reports the message alone, of others the traceback."""
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of a config's `args`, which are those of `rlsvc.spec.serve.ServeSpec`.
+
+    Serve calls it on a node of the cluster, with its proxies up; whoever calls it without Ray has nothing to check the
+    listener and the resources against.
+
+    Raises:
+        BuildError: an argument, a policy, a name or a file of keys that does not fit, no keys behind a listener that
+            others reach, or more than the cluster has. One line; what was served before goes on.
+    """
+    import ray
+
+    try:
+        spec = validate(ServeSpec, args)
+        if ray.is_initialized():
+            check_listener(keys=spec.keys is not None)
+            if not spec.wait_for_nodes:
+                _check_nodes(spec, ray.cluster_resources())
+        return application(deployment_of(spec))
+    except UserError as error:
+        raise BuildError("; ".join(str(error).splitlines())) from error
+
+
+def _check_nodes(spec: ServeSpec, have: Mapping[str, float]) -> None:
+    ask = (spec.fewest, spec.cpus, spec.gpus)
+    try:
+        check_resources(*ask, have_cpus=have.get("CPU", 0.0), have_gpus=have.get("GPU", 0.0))
+    except UserError as error:
+        raise UserError(f"{error}; where an autoscaler brings nodes: wait_for_nodes: true") from error
+
+
+def deployment_of(spec: ServeSpec, **where: Any) -> Deployment:
+    """The policy resolved, read and checked; `where`: its place, for those who start the proxies themselves.
+
+    Raises:
+        UserError: a policy, a name or a file of keys that does not fit.
+    """
+    if spec.name is not None:
+        check_name(spec.name)
+    keys = None if spec.keys is None else Keys.read(Path(spec.keys))
+    path = resolve(spec.policy, root=spec.root).resolve()
+    bundle = read_bundle(path)
+    bundle.normalizer.group_index(spec.group)
+    return Deployment(
+        name=check_name(spec.name or registered_name(spec.policy) or str(bundle.policy["name"])),
+        load=BundleLoader(path, spec.batch_size, "gpu" if spec.gpus else "cpu", spec.group),
+        replicas=spec.replicas,
+        autoscaling=spec.autoscaling,
+        cpus=spec.cpus,
+        gpus=spec.gpus,
+        settings=ServeSettings(
+            max_body_bytes=spec.max_body_mb * 2**20,
+            max_batch=spec.batch_size,
+            batch_wait_s=spec.batch_wait_ms / 1e3,
+            deadline_s=spec.deadline_s,
+        ),
+        keys=keys,
+        **where,
+    )
+
+
+def registered_name(policy: str) -> str | None:
+    """`arm` of models:/arm@production and models:/arm/3; None for a folder."""
+    return policy.removeprefix("models:/").split("@")[0].split("/")[0] if policy.startswith("models:/") else None
+
+
+def deployments_of(config: ServeConfigSpec) -> list[Deployment]:
+    """The policies of a whole file.
+
+    Raises:
+        UserError: see `deployment_of`; a listener that others reach, and no keys; two policies of one name.
+    """
+    http = config.http_options
+    found: dict[str, Deployment] = {}
+    for app in config.applications:
+        if app.args.keys is None and not is_loopback(http.host):
+            raise UserError(
+                f"application '{app.name}': without args.keys, http_options.host must be loopback (127.0.0.1), got "
+                f"{http.host}; rlsvc keys add NAME --role act --file keys.json makes keys"
+            )
+        where = {"host": http.host, "port": http.port, "app": app.name, "route": app.route_prefix}
+        one = deployment_of(app.args, **where)
+        if one.name in found:
+            raise UserError(
+                f"applications '{found[one.name].app}' and '{app.name}' both serve a policy named '{one.name}'; give "
+                "one of them another args.name"
+            )
+        found[one.name] = one
+    return list(found.values())
