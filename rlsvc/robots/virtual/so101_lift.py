@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(args.path, **demonstrations(args.episodes, args.seed))
+    np.savez(args.path, **demonstrations(args.episodes, args.seed))  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":
