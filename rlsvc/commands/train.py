@@ -15,9 +15,11 @@ from rlsvc.core.errors import UserError
 if TYPE_CHECKING:
     from rlsvc.spec.env import EnvBase
     from rlsvc.spec.run import RunSpec
+    from rlsvc.train.evaluate import Evaluation
     from rlsvc.train.run import RunResult
 
 INTERRUPTED = 130
+METRICS = ("max_reward", "success", "return", "length")
 
 
 def train(
@@ -138,6 +140,12 @@ def evaluate(
         Path | None, typer.Option(help="Write every episode's scores here, as JSON, while the evaluation goes on.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over the episodes that --output has.")] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Another policy, on the same starts: the difference, with the interval of pairs of episodes."
+        ),
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="Without Ray.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
     group: Annotated[
@@ -161,26 +169,51 @@ def evaluate(
 
     from rlsvc.train.standalone import evaluate_bundle
 
-    evaluation = evaluate_bundle(
-        bundle,
-        env_spec,
-        episodes=_count(env_spec, episodes, trials),
-        first_seed=first_seed,
-        workers=workers,
-        parallel=parallel,
-        sample_steps=sample_steps,
-        local=local,
-        device=device,
-        group=group,
-        root=root,
-        output=output,
-        resume=resume,
-    )
-    table = Table("metric", "mean", "95 % interval", title=f"{bundle}, {len(evaluation.episodes)} episodes")
-    for metric in ("max_reward", "success", "return", "length"):
+    def scored(policy: str, output: Path | None) -> Evaluation:
+        return evaluate_bundle(
+            policy,
+            env_spec,
+            episodes=_count(env_spec, episodes, trials),
+            first_seed=first_seed,
+            workers=workers,
+            parallel=parallel,
+            sample_steps=sample_steps,
+            local=local,
+            device=device,
+            group=group,
+            root=root,
+            output=output,
+            resume=resume,
+        )
+
+    console = Console()
+    evaluation = scored(bundle, output)
+    _print_scores(console, bundle, evaluation)
+    if against is not None:
+        beside = None if output is None else output.with_name(f"{output.stem}_against{output.suffix}")
+        other = scored(against, beside)
+        _print_scores(console, against, other)
+        table = Table("metric", "difference", "95 % interval of pairs", title=f"{bundle} minus {against}, seed by seed")
+        for metric in METRICS:
+            interval = evaluation.minus(other, metric)
+            table.add_row(metric, f"{interval.mean:+.3f}", f"{interval.low:+.3f} to {interval.high:+.3f}")
+        console.print(table)
+        if beside is not None:
+            console.print(f"scores of {against}: {beside}")
+    if output is not None:
+        console.print(f"scores: {output}")
+    if videos is not None:
+        from rlsvc.train.evaluate import write_video
+
+        for name, episode in evaluation.extremes("max_reward").items():
+            console.print(f"video, {name}: {write_video(episode, env_spec, videos / f'{name}_seed{episode.seed}.mp4')}")
+
+
+def _print_scores(console: Console, policy: str, evaluation: Evaluation) -> None:
+    table = Table("metric", "mean", "95 % interval", title=f"{policy}, {len(evaluation.episodes)} episodes")
+    for metric in METRICS:
         interval = evaluation.interval(metric)
         table.add_row(metric, f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}")
-    console = Console()
     console.print(table)
     tasks = evaluation.by_task()
     if len(tasks) > 1:
@@ -190,13 +223,6 @@ def evaluate(
             row = (f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}", str(len(part.episodes)))
             table.add_row(name, *row)
         console.print(table)
-    if output is not None:
-        console.print(f"scores: {output}")
-    if videos is not None:
-        from rlsvc.train.evaluate import write_video
-
-        for name, episode in evaluation.extremes("max_reward").items():
-            console.print(f"video, {name}: {write_video(episode, env_spec, videos / f'{name}_seed{episode.seed}.mp4')}")
 
 
 def _count(env: EnvBase, episodes: int | None, trials: int | None) -> int:

@@ -52,6 +52,21 @@ def share_interval(successes: int, count: int) -> Interval:
     return Interval(p, max(0.0, center - half), min(1.0, center + half))
 
 
+def paired_share_interval(only_one: int, only_other: int, count: int) -> Interval:
+    """Difference of two shares on the same trials: Wald's interval after half a trial in each of the four cells.
+
+    Agresti and Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
+
+    Args:
+        only_one: trials that the first alone won.
+        only_other: likewise the second.
+        count: of all trials.
+    """
+    n, difference = count + 2, only_one - only_other
+    half = 1.96 * math.sqrt(only_one + only_other + 1 - difference**2 / n) / n
+    return Interval(difference / count, max(-1.0, difference / n - half), min(1.0, difference / n + half))
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """All episodes and what they come to."""
@@ -72,6 +87,14 @@ class Evaluation:
         """95 % interval of a metric's mean."""
         scores = self.scores(metric)
         return share_interval(int(scores.sum()), len(scores)) if metric == "success" else mean_interval(scores.tolist())
+
+    def minus(self, other: Evaluation, metric: str) -> Interval:
+        """95 % interval of a metric's mean difference to another policy on the same starts, seed by seed."""
+        assert [e.seed for e in self.episodes] == [e.seed for e in other.episodes], "pairs are of the same seeds"
+        one, two = self.scores(metric), other.scores(metric)
+        if metric == "success":
+            return paired_share_interval(int((one > two).sum()), int((two > one).sum()), len(one))
+        return mean_interval((one - two).tolist())
 
     def by_task(self) -> dict[str, Evaluation]:
         """The episodes of each task by its name, in the order in which they come; one "" where there is one task."""

@@ -1,10 +1,13 @@
+import json
 import math
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from rlsvc.cli import app
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import MALFORMED, ActionChunk
 from rlsvc.data.normalize import Normalizer
@@ -15,7 +18,15 @@ from rlsvc.runner import BaselineRunner
 from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.env import PushTSpec
 from rlsvc.store.bundle import write_bundle
-from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate, mean_interval, share_interval, write_video
+from rlsvc.train.evaluate import (
+    Evaluation,
+    batch_sizes,
+    evaluate,
+    mean_interval,
+    paired_share_interval,
+    share_interval,
+    write_video,
+)
 from rlsvc.train.inference import LocalInference
 from rlsvc.train.workers import EpisodeResult, EpisodeWorker, InProcess, Processes, WorkerLost
 
@@ -196,6 +207,32 @@ def test_the_interval_of_a_share_is_wilsons(successes, count, low, high):
     assert (interval.low, interval.high) == pytest.approx((low, high), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("only_one", "only_other", "count", "low", "high"),
+    # By the formula of Agresti and Min (2005), section 2, with a pencil: 14 and 5 of 102, n + 2 = 104.
+    [(14, 5, 102, 9 / 104 - 1.96 * math.sqrt(20 - 81 / 104) / 104, 9 / 104 + 1.96 * math.sqrt(20 - 81 / 104) / 104),
+     (0, 0, 50, -1.96 / 52, 1.96 / 52), (1, 0, 1, 1 / 3 - 1.96 * math.sqrt(2 - 1 / 3) / 3, 1.0)],
+)  # fmt: skip
+def test_the_interval_of_a_paired_difference_is_agresti_and_mins(only_one, only_other, count, low, high):
+    interval = paired_share_interval(only_one, only_other, count)
+    assert interval.mean == (only_one - only_other) / count
+    assert (interval.low, interval.high) == pytest.approx((low, high))
+
+
+def test_two_policies_are_compared_seed_by_seed():
+    def scored(*rewards, seeds=(7, 8, 9)):
+        return Evaluation([episode(seed, [r], r >= 1) for seed, r in zip(seeds, rewards, strict=True)])
+
+    one, other = scored(1.0, 0.5, 1.0), scored(0.9, 0.4, 0.9)
+    # The policies differ by a tenth in every pair, however much the starts differ.
+    difference = one.minus(other, "max_reward")
+    assert (difference.mean, difference.low, difference.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert one.minus(other, "success") == paired_share_interval(2, 0, 3)
+    assert other.minus(one, "success").mean == pytest.approx(-2 / 3)
+    with pytest.raises(AssertionError, match="same seeds"):
+        one.minus(scored(1.0, 1.0, 1.0, seeds=(7, 8, 10)), "success")
+
+
 def test_scores_are_those_of_the_episodes():
     made = Evaluation([episode(1, [0.1, 0.5]), episode(2, [0.2, 1.0, 1.0], True)])
     metrics = made.metrics()
@@ -230,3 +267,23 @@ def test_a_video_replays_the_episode_frame_by_frame(reference, tmp_path: Path):
     # The last frame is the last state, up to what the codec loses.
     assert np.abs(frames[-1].astype(int) - env.render()).mean() < 6
     env.close()
+
+
+def test_the_command_compares_two_policies_on_the_same_starts_and_keeps_both_scores(tmp_path: Path):
+    words = [
+        "evaluate",
+        "random",
+        "--against",
+        "zero",
+        "--env",
+        "gymnasium",
+        "id=Pendulum-v1",
+        "max_steps=5",
+        "--local",
+    ]
+    done = CliRunner().invoke(app, [*words, "--episodes", "3", "--output", str(tmp_path / "scores.json")])
+    assert done.exit_code == 0, done.output
+    assert "random minus zero, seed by seed" in done.output
+    random, zero = (json.loads((tmp_path / f"scores{end}.json").read_text()) for end in ("", "_against"))
+    assert [e["seed"] for e in random["episodes"]] == [e["seed"] for e in zero["episodes"]]
+    assert random["episodes"] != zero["episodes"]
