@@ -15,7 +15,7 @@ from rlsvc.core.errors import UserError
 if TYPE_CHECKING:
     from rlsvc.store.registry import Registry
 
-app = typer.Typer(help="Policies: list, show and promote registered ones, convert.", no_args_is_help=True)
+app = typer.Typer(help="Policies: list, show, promote and roll back registered ones, convert.", no_args_is_help=True)
 
 Root = Annotated[str, typer.Option(help="Folder of runs; its mlflow.db is the default store.")]
 Store = Annotated[str | None, typer.Option(help="MLflow store; default MLFLOW_TRACKING_URI, then <root>/mlflow.db.")]
@@ -64,6 +64,18 @@ def promote(
     """Point an alias at a version; `rlsvc serve models:/NAME@ALIAS` serves it."""
     _registry(root, store).promote(name, version, alias)
     Console().print(f"models:/{name}@{alias} is version {version} now.")
+
+
+@app.command()
+def rollback(
+    name: Name,
+    alias: Annotated[str, typer.Argument(help="Alias, such as `production`.")],
+    root: Root = "runs",
+    store: Store = None,
+) -> None:
+    """Point an alias at the version that it pointed at before."""
+    version = _registry(root, store).rollback(name, alias)
+    Console().print(f"models:/{name}@{alias} is version {version} again.")
 
 
 @app.command()

@@ -7,6 +7,7 @@ gets an upload.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -26,6 +27,10 @@ MODEL_URI = re.compile(r"^models:/(?P<name>[^/@:]+)(?:@(?P<alias>[^/@]+)|/(?P<ve
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
 ALIAS = re.compile(r"^(?!latest$)(?!v?\d+$)[A-Za-z][A-Za-z0-9_-]{0,99}$")
 BUNDLE_TAG = "rlsvc.bundle"
+BEFORE_TAG = "rlsvc.before."
+"""And an alias: the versions that it pointed at before, oldest first, as JSON."""
+BEFORE = 50
+"""Of them, how many are kept."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,26 @@ class Registry:
                 f"alias '{alias}': expected a letter, then letters, digits, '_' or '-'; not 'latest', not 'v<number>'"
             )
         self._version(name, str(version))
+        now, before = self._history(name, alias)
+        if now is not None and now != version:
+            self._remember(name, alias, [*before, now])
         self._client.set_registered_model_alias(name, alias, str(version))
+
+    def rollback(self, name: str, alias: str) -> int:
+        """Points `alias` at the version that it pointed at before, and returns that; again goes one further back.
+
+        Raises:
+            NotFoundError: no such policy or alias, nothing before it, or that version is no more.
+        """
+        now, before = self._history(name, alias)
+        if now is None:
+            raise unknown_name(f"alias of policy '{name}'", alias, self._model(name).aliases)
+        if not before:
+            raise NotFoundError(f"models:/{name}@{alias}: version {now} is the first that it points at; promote another")
+        version = self._version(name, str(before[-1]))
+        self._client.set_registered_model_alias(name, alias, str(version.version))
+        self._remember(name, alias, before[:-1])
+        return version.version
 
     def resolve(self, target: str) -> Path:
         """The verified folder of the bundle that `models:/name@alias`, `models:/name/3` or `models:/name/latest` means.
@@ -170,6 +194,15 @@ class Registry:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
         raise unknown_name(f"policy in {self.uri}:", name, self.names())
+
+    def _history(self, name: str, alias: str) -> tuple[int | None, list[int]]:
+        """The version that an alias points at, and those before it, oldest first."""
+        model = self._model(name)
+        now = model.aliases.get(alias)
+        return None if now is None else int(now), json.loads(model.tags.get(BEFORE_TAG + alias, "[]"))
+
+    def _remember(self, name: str, alias: str, before: list[int]) -> None:
+        self._client.set_registered_model_tag(name, BEFORE_TAG + alias, json.dumps(before[-BEFORE:]))
 
     def _version(self, name: str, number: str) -> Version:
         versions = {str(version.version): version for version in self.versions(name)}

@@ -58,6 +58,27 @@ def test_an_alias_moves_to_the_version_that_is_promoted(root):
     assert [version.aliases for version in Registry(root).versions("pusht")] == [(), ("best",)]
 
 
+def test_an_alias_goes_back_the_way_that_it_came(root):
+    for index in (1, 2, 3):
+        register(bundle(root / str(index), float(index)), "pusht", root=root)
+    for version in (1, 3, 3, 2):  # promoted twice is pointed at once
+        Registry(root).promote("pusht", version, "production")
+    Registry(root).promote("pusht", 3, "best")
+    assert [Registry(root).rollback("pusht", "production") for _ in range(2)] == [3, 1]
+    assert [version.aliases for version in Registry(root).versions("pusht")] == [("production",), (), ("best",)]
+    with pytest.raises(NotFoundError, match=r"models:/pusht@production: version 1 is the first that it points at"):
+        Registry(root).rollback("pusht", "production")
+    Registry(root).promote("pusht", 2, "production")
+    assert Registry(root).rollback("pusht", "production") == 1
+
+
+def test_an_alias_that_there_is_not_goes_nowhere(root):
+    register(bundle(root / "a"), "pusht", root=root)
+    Registry(root).promote("pusht", 1, "production")
+    with pytest.raises(NotFoundError, match="'producton'.*production"):
+        Registry(root).rollback("pusht", "producton")
+
+
 def test_the_same_bundle_registered_twice_is_one_version(root):
     path = bundle(root / "a")
     assert [register(path, "pusht", root=root) for _ in range(2)] == [1, 1]
@@ -189,6 +210,7 @@ def test_the_commands_list_show_and_promote(root):
     register(bundle(root / "a"), "pusht", root=root)
     run = CliRunner()
     assert run.invoke(app, ["promote", "pusht", "1", "best", "--root", str(root)]).exit_code == 0
+    assert run.invoke(app, ["rollback", "pusht", "best", "--root", str(root)]).exit_code == 1
     listed = run.invoke(app, ["list", "--root", str(root)], env={"COLUMNS": "200"}).output
     assert "pusht" in listed
     assert "best -> 1" in listed
