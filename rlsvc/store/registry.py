@@ -150,7 +150,9 @@ class Registry:
         if now is None:
             raise unknown_name(f"alias of policy '{name}'", alias, self._model(name).aliases)
         if not before:
-            raise NotFoundError(f"models:/{name}@{alias}: version {now} is the first that it points at; promote another")
+            raise NotFoundError(
+                f"models:/{name}@{alias}: version {now} is the first that it points at; promote another"
+            )
         version = self._version(name, str(before[-1]))
         self._client.set_registered_model_alias(name, alias, str(version.version))
         self._remember(name, alias, before[:-1])

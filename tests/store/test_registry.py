@@ -75,7 +75,7 @@ def test_an_alias_goes_back_the_way_that_it_came(root):
 def test_an_alias_that_there_is_not_goes_nowhere(root):
     register(bundle(root / "a"), "pusht", root=root)
     Registry(root).promote("pusht", 1, "production")
-    with pytest.raises(NotFoundError, match="'producton'.*production"):
+    with pytest.raises(NotFoundError, match=r"'producton'.*production"):
         Registry(root).rollback("pusht", "producton")
 
 
