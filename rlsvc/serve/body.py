@@ -10,7 +10,7 @@ from fastapi import Request
 
 from rlsvc.serve.codec import RequestError
 
-LINGER_S = 10.0
+LINGER_S = 30.0
 """Longest that a body which is refused is read on, seconds."""
 
 

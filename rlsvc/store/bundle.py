@@ -274,10 +274,11 @@ def _check_sizes(contract: Contract, path: Path) -> None:
     for key, (feature, steps) in {**features, "action": (contract.action, contract.action_horizon)}.items():
         sizes = (steps, *feature.shape)
         width = 1 if feature.dtype == TEXT else np.dtype(feature.dtype).itemsize
-        if steps < 1 or min(sizes) < 0 or math.prod(sizes) * width > MAX_ARRAY_BYTES:
+        fewest = 0 if key == "action" else 1  # what judges states gives no action
+        if steps < fewest or min(sizes) < 0 or math.prod(sizes) * width > MAX_ARRAY_BYTES:
             raise BundleError(
-                f"{path / META}: '{key}' of the contract is {str(sizes)[:80]} {feature.dtype}, expected one step or "
-                f"more and at most {MAX_ARRAY_BYTES} bytes"
+                f"{path / META}: '{key}' of the contract is {str(sizes)[:80]} {feature.dtype}, expected "
+                f"{fewest} steps or more and at most {MAX_ARRAY_BYTES} bytes"
             )
     if not math.isfinite(contract.rate_hz):
         raise BundleError(f"{path / META}: the contract's rate is {contract.rate_hz} Hz")

@@ -232,7 +232,7 @@ VALUES = {
     "steps below zero": (("contract", "n_obs_steps"), -1),
     "2^40 observation steps": (("contract", "n_obs_steps"), 2**40),
     "a horizon of 2^40": (("contract", "action_horizon"), 2**40),
-    "no horizon": (("contract", "action_horizon"), 0),
+    "a horizon below nothing": (("contract", "action_horizon"), -1),
     "a precision that there is not": (("precision",), "fp7"),
     "a precision that is a list": (("precision",), ["fp32"]),
     "a rate of text": (("contract", "rate_hz"), "fast"),
