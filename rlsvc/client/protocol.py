@@ -45,7 +45,8 @@ class Reply:
     Attributes:
         action: [H, A] float32, in the contract's units, finite.
         version: of the policy that made it.
-        timing: the server's, in milliseconds: total_ms, queue_ms, model_ms, wire_ms.
+        timing: the server's. total_ms is the sum of preprocess_ms (decoding, checking), queue_ms (waiting for a
+            batch), model_ms (the batch) and wire_ms (the rest, its answer's encoding excepted); and batch_size.
     """
 
     action: np.ndarray

@@ -60,7 +60,7 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
     app.openapi = lambda: openapi.page(app, [service.name], service.runner.version, keys=keys is not None)
 
     if keys is not None:
-        app.add_middleware(Authenticated, keys=keys)
+        app.add_middleware(Authenticated, keys=keys, refused=lambda reason, status: service.metrics.refused(reason))
 
     def served(name: str) -> PolicyService:
         if name != service.name:
@@ -80,8 +80,9 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
             policy = served(name)
             kind = media_type(request.headers.get("content-type"))
             limit = policy.settings.max_body_bytes
-            asked = decode_request(await read_body(request, limit), kind, limit)
-            answer = await policy.act(asked, transport="http", received=received)
+            data = await read_body(request, limit)
+            read = perf_counter()
+            answer = await policy.act(decode_request(data, kind, limit), read=read)
         except RequestError as refusal:
             return _refused(service, refusal, kind)
         except ClientDisconnect:
@@ -89,7 +90,9 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
         except Exception as error:
             return _refused(service, internal_error(error), kind)
         body = {"action": answer.action, "version": answer.version, "timing": timing(answer, received)}
-        return Response(encode(body, kind), media_type=kind)
+        response = Response(encode(body, kind), media_type=kind)
+        service.answered(answer, "http", received)
+        return response
 
     add_oip_routes(app, service)
 
@@ -141,6 +144,7 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
+        service.metrics.refused("route")
         message = f"{request.method} {request.url.path[:200]}: {error.detail}; see /docs for what is served"
         return JSONResponse({"error": message, "reason": "route"}, status_code=error.status_code, headers=error.headers)
 
@@ -184,7 +188,7 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
             asked = as_request(message) if enveloped else ActRequest(message)
             if asked.step is None:
                 asked = ActRequest(asked.observation, asked.seed, step)
-            answer = await service.act(asked, transport="websocket", received=received)
+            answer = await service.act(asked, read=received)
         except RequestError as refusal:
             await _send_refusal(socket, service, refusal, enveloped)
             continue
@@ -204,7 +208,9 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
                 "policy_timing": {"infer_ms": spent["model_ms"]},
                 "version": answer.version,
             }
-        await socket.send_bytes(pack(reply))
+        data = pack(reply)
+        service.answered(answer, "websocket", received)
+        await socket.send_bytes(data)
         previous_ms = (perf_counter() - received) * 1e3
         step += 1
 

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -160,9 +161,9 @@ class Authenticated:
     Without a good key the answer is 401, with one that lacks the role 403; a WebSocket is refused before it opens.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        """Stand before `app`."""
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: Keys, refused: Callable[[str, int], None]) -> None:
+        """Stand before `app`; `refused` is told the reason and the status of each refusal."""
+        self._app, self._keys, self._refused = app, keys, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI call."""
@@ -174,6 +175,7 @@ class Authenticated:
         if role is not None:
             key = self._keys.find(Headers(scope=scope).get("authorization"))
             if key is None or role not in key.roles:
+                self._refused("key", 401 if key is None else 403)
                 await _refuse(key, role, scope, receive, send)
                 return
             scope.setdefault("state", {})["key"] = key

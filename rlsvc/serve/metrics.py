@@ -5,17 +5,21 @@ Every series has the replica's id, so that replicas behind one port are not mixe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PARTS = ("preprocess", "queue", "model", "wire")
+"""Of an answered request's latency, in the order in which they begin; wire is what is left of the whole."""
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class Metrics:
     """Counters of one replica.
 
-    A request's latency is split into wire (reading, decoding, checking and encoding), queue (waiting for a batch) and
-    model.
+    A request's latency is split into preprocess (decoding, checking against the contract, renaming), queue (waiting for
+    a batch), model (the batch), and wire, which is the rest: reading the request and encoding its answer.
     """
 
     def __init__(self, replica: str, policy: str, version: str) -> None:
@@ -36,9 +40,7 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
-        self._wire, self._queue, self._model = (
-            latency.labels(**self._labels, part=part) for part in ("wire", "queue", "model")
-        )
+        self._parts = [latency.labels(**self._labels, part=part) for part in PARTS]
         batch = Histogram(
             "rlsvc_batch_size",
             "Rows in a request's batch.",
@@ -63,12 +65,11 @@ class Metrics:
         for transport in ("http", "websocket", "oip"):
             self._requests.labels(**self._labels, transport=transport)
 
-    def answered(self, transport: str, *, wire_s: float, queue_s: float, model_s: float, batch_size: int) -> None:
-        """One request answered; times in seconds."""
+    def answered(self, transport: str, seconds: Mapping[str, float], batch_size: int) -> None:
+        """One request answered; by each of `PARTS` the seconds that it took."""
         self._requests.labels(**self._labels, transport=transport).inc()
-        self._wire.observe(wire_s)
-        self._queue.observe(queue_s)
-        self._model.observe(model_s)
+        for name, part in zip(PARTS, self._parts, strict=True):
+            part.observe(seconds[name])
         self._batch.observe(batch_size)
 
     def refused(self, reason: str) -> None:

@@ -201,15 +201,18 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
             if encoding := request.headers.get("content-encoding"):
                 raise RequestError(415, "media_type", f"content encoding '{encoding[:40]}' is not spoken here")
             body = await read_body(request, service.settings.max_body_bytes)
+            read = perf_counter()
             asked = decode_infer(body, request.headers.get(HEADER_LENGTH))
-            answer = await service.act(asked.asked, transport="oip", received=received)
+            answer = await service.act(asked.asked, read=read)
         except RequestError as refusal:
             return _refused(service, refusal)
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
             return _refused(service, internal_error(error))
-        return encode_infer(asked, service.name, answer.version, answer.action, timing(answer, received))
+        response = encode_infer(asked, service.name, answer.version, answer.action, timing(answer, received))
+        service.answered(answer, "oip", received)
+        return response
 
 
 def _refused(service: PolicyService, refusal: RequestError) -> Response:

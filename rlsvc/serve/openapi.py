@@ -45,7 +45,7 @@ _POLICY = _map(
 )
 _TIMING: Schema = {
     "type": "object",
-    "description": "Milliseconds: total, queue, model, wire; and the batch's size.",
+    "description": "Milliseconds: total, and of that preprocess, queue, model and wire; and the batch's size.",
     "additionalProperties": {"type": "number"},
 }
 _ACTION = _map(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -77,13 +77,12 @@ class PolicyService:
             "robot": None if robot is None else robot.model_dump(mode="json"),
         }
 
-    async def act(self, request: ActRequest, *, transport: str, received: float) -> Answer:
-        """Check, act and count.
+    async def act(self, request: ActRequest, *, read: float) -> Answer:
+        """Check and act; `answered` counts it once it is encoded.
 
         Args:
             request: as decoded.
-            transport: "http" or "websocket", for the metrics.
-            received: `perf_counter()` when the first byte was there, so that decoding counts as wire time.
+            read: `perf_counter()` when all of its bytes were there, and decoding began.
 
         Raises:
             RequestError: the observation does not fit the contract (422), too many requests wait (503), the policy did
@@ -96,6 +95,7 @@ class PolicyService:
             observation = contract.check_observation(asked)
         except ContractError as error:
             raise RequestError(422, "observation", str(error)) from error
+        preprocess_s = perf_counter() - read
         try:
             async with asyncio.timeout(self.settings.deadline_s):
                 answer = await self._batcher.act(observation, request.seed, request.step or 0)
@@ -112,11 +112,17 @@ class PolicyService:
             raise internal_error(error) from error
         if answer.malformed:
             self.metrics.malformed(answer.malformed)
-        wire_s = max(0.0, perf_counter() - received - answer.queue_s - answer.model_s)
-        self.metrics.answered(
-            transport, wire_s=wire_s, queue_s=answer.queue_s, model_s=answer.model_s, batch_size=answer.batch_size
-        )
-        return answer
+        return replace(answer, preprocess_s=preprocess_s)
+
+    def answered(self, answer: Answer, transport: str, received: float) -> None:
+        """Count an answer that is encoded.
+
+        Args:
+            answer: what was sent.
+            transport: "http", "websocket" or "oip".
+            received: `perf_counter()` when the request began to arrive.
+        """
+        self.metrics.answered(transport, parts(answer, perf_counter() - received), answer.batch_size)
 
     def close(self) -> None:
         """Answer what waits and end the thread."""
@@ -130,13 +136,17 @@ def internal_error(error: Exception) -> RequestError:
     return RequestError(500, "internal", f"internal error; request id {request_id} is in the server's log")
 
 
+def parts(answer: Answer, total_s: float) -> dict[str, float]:
+    """Seconds of an answer by each of `metrics.PARTS`; together they are `total_s`."""
+    known = {"preprocess": answer.preprocess_s, "queue": answer.queue_s, "model": answer.model_s}
+    return {**known, "wire": max(0.0, total_s - sum(known.values()))}
+
+
 def timing(answer: Answer, received: float) -> dict[str, float]:
-    """Milliseconds since `received` (perf_counter), split as the metrics are."""
-    total, queue_ms, model_ms = (perf_counter() - received) * 1e3, answer.queue_s * 1e3, answer.model_s * 1e3
-    return {
-        "total_ms": total,
-        "queue_ms": queue_ms,
-        "model_ms": model_ms,
-        "wire_ms": max(0.0, total - queue_ms - model_ms),
-        "batch_size": answer.batch_size,
-    }
+    """Milliseconds since `received` (perf_counter), split as the metrics are.
+
+    An answer cannot hold the time of its own encoding: its wire_ms lacks that, and the metrics' has it.
+    """
+    total_s = perf_counter() - received
+    split = {f"{name}_ms": seconds * 1e3 for name, seconds in parts(answer, total_s).items()}
+    return {"total_ms": total_s * 1e3, **split, "batch_size": answer.batch_size}

@@ -96,6 +96,18 @@ def test_a_refusal_says_which_role_is_lacking_and_never_the_key(client, issued):
     assert "rlsvc_secret" not in answer.text
 
 
+def test_refused_keys_are_counted(client, issued):
+    def count():
+        text = client.get("/metrics", headers=of(issued[0]["read"])).text
+        found = re.search(r'^rlsvc_refused_total{policy="fake",reason="key",replica="local"} (.*)$', text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    before = count()
+    client.get("/v1/policies")
+    client.post("/v1/policies/fake/act", headers=of(issued[0]["read"]))
+    assert count() == before + 2
+
+
 def test_openpis_way_of_sending_a_key_is_taken(issued):
     key = issued[0]["act"]
     assert issued[1].find(f"Api-Key {key}").name == "act"
