@@ -36,6 +36,9 @@ def serve(
     max_body_mb: Annotated[int, typer.Option(help="Largest request in MiB; at most 16.")] = 16,
     deadline_s: Annotated[float, typer.Option(help="Longest that a request may take.")] = 30.0,
     keys: Annotated[Path | None, typer.Option(help="File of API keys (rlsvc keys add); callers must have one.")] = None,
+    log_level: Annotated[
+        str, typer.Option(help="Of the replicas' JSON lines: debug (one an answer), info, warning or error.")
+    ] = "info",
 ) -> None:
     """Serve a policy over HTTP and openpi's WebSocket until Ctrl-C."""
     from rlsvc.serve.keys import Keys
@@ -76,6 +79,7 @@ def serve(
             max_batch=batch_size,
             batch_wait_s=batch_wait_ms / 1e3,
             deadline_s=deadline_s,
+            log_level=log_level,
         ),
         keys=known,
     )

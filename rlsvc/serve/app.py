@@ -8,6 +8,8 @@ included.
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,20 +37,27 @@ from rlsvc.serve.codec import (
     media_type,
 )
 from rlsvc.serve.keys import Authenticated, Keys
+from rlsvc.serve.log import HEADER, Traced, begin_message, request_id, write
 from rlsvc.serve.metrics import CONTENT_TYPE
 from rlsvc.serve.oip import add_oip_routes
 from rlsvc.serve.service import PolicyService, internal_error, timing
 
-logger = logging.getLogger(__name__)
 
-
-def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
+def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_id: bool = True) -> FastAPI:
     """The application for one policy.
 
     Args:
         service: the policy; loaded and warm, so that the application is ready as soon as it is reachable.
         keys: who may use it; None lets everybody who reaches it.
+        echo_request_id: whether answers have the header X-Request-Id; without it when the server around gives one.
     """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        write(logging.INFO, "started", service.about())
+        yield
+        write(logging.INFO, "stopped", service.about())
+
     app = FastAPI(
         title="rlsvc",
         version=rlsvc.__version__,
@@ -56,11 +65,14 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
         "protocol and is not on this page.",
         # Links between the answers of this page name a route by its function.
         generate_unique_id_function=lambda route: route.name,
+        lifespan=lifespan,
     )
     app.openapi = lambda: openapi.page(app, [service.name], service.runner.version, keys=keys is not None)
 
     if keys is not None:
-        app.add_middleware(Authenticated, keys=keys, refused=lambda reason, status: service.metrics.refused(reason))
+        app.add_middleware(Authenticated, keys=keys, refused=service.refused)
+    # The outermost, so that refused keys have ids too.
+    app.add_middleware(Traced, about=service.about, echo=echo_request_id)
 
     def served(name: str) -> PolicyService:
         if name != service.name:
@@ -130,7 +142,7 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
         # A web page may open a WebSocket to any host without asking: only pages of this server itself are let in.
         origin = socket.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != socket.headers.get("host"):
-            service.metrics.refused("origin")
+            service.refused("origin", 403)
             await socket.close(1008)
             return
         await socket.accept()
@@ -144,19 +156,22 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
-        service.metrics.refused("route")
+        service.refused("route", error.status_code)
         message = f"{request.method} {request.url.path[:200]}: {error.detail}; see /docs for what is served"
-        return JSONResponse({"error": message, "reason": "route"}, status_code=error.status_code, headers=error.headers)
+        body = {"error": message, "reason": "route", "status": error.status_code, "request_id": request_id()}
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return _refused(service, internal_error(error), JSON)
+        answer = _refused(service, internal_error(error), JSON)
+        answer.headers[HEADER] = request_id()  # it is made outside of what puts the header on all others
+        return answer
 
     return app
 
 
 def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Response:
-    service.metrics.refused(refusal.reason)
+    service.refused(refusal.reason, refusal.status)
     headers = {}
     if refusal.status == 413:
         headers["Connection"] = "close"  # there may be more of the body than was read
@@ -166,20 +181,22 @@ def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Respon
 
 
 def _error(refusal: RequestError) -> dict[str, Any]:
-    return {"error": str(refusal), "reason": refusal.reason, "status": refusal.status}
+    return {"error": str(refusal), "reason": refusal.reason, "status": refusal.status, "request_id": request_id()}
 
 
 async def _converse(socket: WebSocket, service: PolicyService) -> None:
     # A robot's runtime looks for what it needs beside the policy's name (ALOHA: `reset_pose`).
     metadata = {} if service.runner.robot is None else service.runner.robot.metadata
     await socket.send_bytes(pack({**metadata, **service.describe(), "server": "rlsvc"}))
-    step = 0
+    step = count = 0
     previous_ms: float | None = None
     while True:
         frame = await socket.receive()
         if frame["type"] == "websocket.disconnect":
             return
         received = perf_counter()
+        count += 1
+        begin_message(count)
         enveloped = False
         try:
             message = _decode_frame(frame, service)
@@ -229,7 +246,7 @@ def _decode_frame(frame: Any, service: PolicyService) -> dict[str, Any]:
 
 async def _send_refusal(socket: WebSocket, service: PolicyService, refusal: RequestError, enveloped: bool) -> None:
     """As openpi's clients expect an error, a text frame; in the request's own form where the client speaks it."""
-    service.metrics.refused(refusal.reason)
+    service.refused(refusal.reason, refusal.status)
     if enveloped:
         await socket.send_bytes(pack(_error(refusal)))
     else:

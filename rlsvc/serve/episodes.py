@@ -29,6 +29,7 @@ from rlsvc.data.pack_episode import ID, unpack_episode
 from rlsvc.serve import openapi
 from rlsvc.serve.body import pieces_of
 from rlsvc.serve.codec import RequestError
+from rlsvc.serve.log import log_refused, request_id
 from rlsvc.serve.service import internal_error
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
@@ -192,6 +193,7 @@ def _dataset(text: str) -> str:
 
 
 def _refused(refusal: RequestError) -> JSONResponse:
-    body = {"error": str(refusal), "reason": refusal.reason, "status": refusal.status}
+    log_refused(refusal.reason, refusal.status)
+    body = {"error": str(refusal), "reason": refusal.reason, "status": refusal.status, "request_id": request_id()}
     headers = {"Connection": "close"} if refusal.status == 413 else {}
     return JSONResponse(body, status_code=refusal.status, headers=headers)

@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlsvc.core.errors import NotFoundError, UserError, unknown_name
+from rlsvc.serve.log import request_id
 
 ROLES = {
     "read": "sees which policies there are, their contracts and their metrics",
@@ -192,7 +193,7 @@ async def _refuse(key: ApiKey | None, role: str, scope: Scope, receive: Receive,
         await send({"type": "websocket.close", "code": 1008, "reason": what[:120]})
         return
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    body = {"error": what, "reason": "key", "status": status}
+    body = {"error": what, "reason": "key", "status": status, "request_id": request_id()}
     await JSONResponse(body, status_code=status, headers={**headers, "Connection": "close"})(scope, receive, send)
 
 

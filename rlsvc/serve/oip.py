@@ -216,7 +216,7 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
 
 
 def _refused(service: PolicyService, refusal: RequestError) -> Response:
-    service.metrics.refused(refusal.reason)
+    service.refused(refusal.reason, refusal.status)
     headers = {"Retry-After": "1"} if refusal.status == 503 else {}
     if refusal.status == 413:
         headers["Connection"] = "close"

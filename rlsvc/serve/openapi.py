@@ -34,6 +34,7 @@ _ERROR = _map(
     error={"type": "string", "description": "What was got, what was expected."},
     reason={"type": "string", "description": "One word, as in /metrics."},
     status={"type": "integer"},
+    request_id={"type": "string", "description": "As X-Request-Id, which is taken from the request where it has one."},
 )
 _OIP_ERROR = _map(("error",), error={"type": "string", "description": "What was got, what was expected."})
 _POLICY = _map(

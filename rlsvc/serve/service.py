@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import uuid
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from rlsvc.core.errors import ContractError
+from rlsvc.core.errors import ContractError, unknown_name
 from rlsvc.data.repack import repack
 from rlsvc.serve.batcher import Answer, Batcher, NoActionError, OverloadedError
 from rlsvc.serve.codec import ActRequest, RequestError
+from rlsvc.serve.log import LEVELS, log_answered, log_internal_error, log_refused
 from rlsvc.serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from rlsvc.runner import ServedRunner
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +29,7 @@ class ServeSettings:
         max_waiting: requests waiting beyond which more are refused with 503.
         deadline_s: longest that a request may take before it is answered with 504.
         stuck_s: a batch that takes longer makes the replica unhealthy, and Serve replaces it.
+        log_level: of the lines that a replica writes, one of `log.LEVELS`.
     """
 
     max_body_bytes: int = 16 * 2**20
@@ -40,6 +38,11 @@ class ServeSettings:
     max_waiting: int = 256
     deadline_s: float = 30.0
     stuck_s: float = 60.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.log_level not in LEVELS:
+            raise unknown_name("log level", self.log_level, LEVELS)
 
 
 class PolicyService:
@@ -55,6 +58,7 @@ class PolicyService:
     def __init__(self, name: str, runner: ServedRunner, settings: ServeSettings, replica: str = "local") -> None:
         """Take a runner that is loaded and warm."""
         self.name = name
+        self.replica = replica
         self.runner = runner
         self.settings = settings
         self.metrics = Metrics(replica, name, runner.version)
@@ -123,6 +127,16 @@ class PolicyService:
             received: `perf_counter()` when the request began to arrive.
         """
         self.metrics.answered(transport, parts(answer, perf_counter() - received), answer.batch_size)
+        log_answered()
+
+    def refused(self, reason: str, status: int) -> None:
+        """Count and log a request that is refused; see `Metrics.refused`."""
+        self.metrics.refused(reason)
+        log_refused(reason, status)
+
+    def about(self) -> dict[str, str]:
+        """What each line of the log says of it."""
+        return {"policy": self.name, "version": self.runner.version, "replica": self.replica}
 
     def close(self) -> None:
         """Answer what waits and end the thread."""
@@ -130,10 +144,9 @@ class PolicyService:
 
 
 def internal_error(error: Exception) -> RequestError:
-    """Log a bug with its traceback under a new id, and give the client the id alone."""
-    request_id = uuid.uuid4().hex[:12]
-    logger.error("request %s failed", request_id, exc_info=error)
-    return RequestError(500, "internal", f"internal error; request id {request_id} is in the server's log")
+    """Log a bug with its traceback, and give the client the request's id alone."""
+    identity = log_internal_error(error)
+    return RequestError(500, "internal", f"internal error; request id {identity} is in the server's log")
 
 
 def parts(answer: Answer, total_s: float) -> dict[str, float]:
