@@ -111,13 +111,13 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
     @app.get("/v1/policies", responses=openapi.LIST_RESPONSES)
     async def policies() -> dict[str, Any]:
         """The policies served here."""
-        return {"policies": [service.describe()]}
+        return {"policies": [service.status()]}
 
     @app.get("/v1/policies/{name}", responses=openapi.DESCRIBE_RESPONSES)
     async def policy(name: str) -> Response:
         """A policy's contract and version."""
         try:
-            return JSONResponse(served(name).describe())
+            return JSONResponse(served(name).status())
         except RequestError as refusal:
             return _refused(service, refusal, JSON)
 

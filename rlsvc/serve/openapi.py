@@ -43,6 +43,24 @@ _POLICY = _map(
     version=_TEXT,
     contract=_map(("observation", "action", "rate_hz", "n_obs_steps", "action_horizon")),
     robot={"type": ["object", "null"]},
+    distribution={
+        "type": ["object", "null"],
+        "description": "How what the replica was asked compares with the training data; null where that is not known.",
+        "required": ["alarm", "features", "left_out"],
+        "properties": {
+            "alarm": {"type": "boolean", "description": "Whether that of any feature is on."},
+            "features": {
+                "type": "object",
+                "additionalProperties": _map(
+                    ("outside_share", "dimension", "alarm"),
+                    outside_share={"type": "number", "description": "Of the worst dimension, in recent requests."},
+                    dimension={"type": ["string", "null"], "description": "The worst one."},
+                    alarm={"type": "boolean"},
+                ),
+            },
+            "left_out": {"type": "array", "items": _TEXT, "description": "Features without statistics, images."},
+        },
+    },
 )
 _TIMING: Schema = {
     "type": "object",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ from rlsvc.core.errors import ContractError, unknown_name
 from rlsvc.data.repack import repack
 from rlsvc.serve.batcher import Answer, Batcher, NoActionError, OverloadedError
 from rlsvc.serve.codec import ActRequest, RequestError
-from rlsvc.serve.log import LEVELS, log_answered, log_internal_error, log_refused
+from rlsvc.serve.distribution import Distribution
+from rlsvc.serve.log import LEVELS, log_answered, log_internal_error, log_refused, request_id, write
 from rlsvc.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class PolicyService:
         runner: the policy; `contract` and `version` are what clients see of it.
         settings: the limits.
         metrics: what was counted.
+        distribution: how what was asked compares with the training data; None where nothing is known of that.
     """
 
     def __init__(self, name: str, runner: ServedRunner, settings: ServeSettings, replica: str = "local") -> None:
@@ -61,7 +64,8 @@ class PolicyService:
         self.replica = replica
         self.runner = runner
         self.settings = settings
-        self.metrics = Metrics(replica, name, runner.version)
+        self.distribution = Distribution.of(runner)
+        self.metrics = Metrics(replica, name, runner.version, self.distribution)
         self._batcher = Batcher(
             runner, max_batch=settings.max_batch, wait_s=settings.batch_wait_s, max_waiting=settings.max_waiting
         )
@@ -81,6 +85,10 @@ class PolicyService:
             "robot": None if robot is None else robot.model_dump(mode="json"),
         }
 
+    def status(self) -> dict[str, Any]:
+        """`describe`, and how what this replica was asked compares with the training data."""
+        return {**self.describe(), "distribution": None if self.distribution is None else self.distribution.to_json()}
+
     async def act(self, request: ActRequest, *, read: float) -> Answer:
         """Check and act; `answered` counts it once it is encoded.
 
@@ -99,6 +107,7 @@ class PolicyService:
             observation = contract.check_observation(asked)
         except ContractError as error:
             raise RequestError(422, "observation", str(error)) from error
+        self._watch(observation)
         preprocess_s = perf_counter() - read
         try:
             async with asyncio.timeout(self.settings.deadline_s):
@@ -128,6 +137,15 @@ class PolicyService:
         """
         self.metrics.answered(transport, parts(answer, perf_counter() - received), answer.batch_size)
         log_answered()
+
+    def _watch(self, observation: dict[str, Any]) -> None:
+        if self.distribution is None:
+            return
+        for name in self.distribution.observe(observation):
+            watched = self.distribution.features[name]
+            event = ("out_of_distribution", "back_in_distribution")[not watched.alarm]
+            level = logging.WARNING if watched.alarm else logging.INFO
+            write(level, event, {**self.about(), "request_id": request_id(), "feature": name, **watched.to_json()})
 
     def refused(self, reason: str, status: int) -> None:
         """Count and log a request that is refused; see `Metrics.refused`."""

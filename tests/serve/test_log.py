@@ -115,7 +115,7 @@ def test_answers_without_the_header_have_the_id_all_the_same(lines):
 
 def test_an_answer_to_a_bug_outside_of_acting_has_the_id_too(lines, monkeypatch):
     with service_of(FakeRunner()) as service:
-        monkeypatch.setattr(service, "describe", lambda: 1 / 0)
+        monkeypatch.setattr(service, "status", lambda: 1 / 0)
         with TestClient(build_app(service), raise_server_exceptions=False) as client:
             answer = client.get("/v1/policies", headers={"x-request-id": "abc"})
     assert answer.status_code == 500
