@@ -36,6 +36,9 @@ def serve(
     max_body_mb: Annotated[int, typer.Option(help="Largest request in MiB; at most 16.")] = 16,
     deadline_s: Annotated[float, typer.Option(help="Longest that a request may take.")] = 30.0,
     keys: Annotated[Path | None, typer.Option(help="File of API keys (rlsvc keys add); callers must have one.")] = None,
+    chunk_expiry_ms: Annotated[
+        float | None, typer.Option(help="How long a chunk may be executed; as long as its actions last when left out.")
+    ] = None,
     log_level: Annotated[
         str, typer.Option(help="Of the replicas' JSON lines: debug (one an answer), info, warning or error.")
     ] = "info",
@@ -80,6 +83,7 @@ def serve(
             batch_wait_s=batch_wait_ms / 1e3,
             deadline_s=deadline_s,
             log_level=log_level,
+            chunk_expiry_ms=chunk_expiry_ms,
         ),
         keys=known,
     )

@@ -24,6 +24,7 @@ import rlsvc
 from rlsvc.core.errors import unknown_name
 from rlsvc.core.wire import pack
 from rlsvc.serve import openapi
+from rlsvc.serve.batcher import Answer
 from rlsvc.serve.body import read_body
 from rlsvc.serve.codec import (
     JSON,
@@ -101,7 +102,7 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
             return Response(status_code=400)
         except Exception as error:
             return _refused(service, internal_error(error), kind)
-        body = {"action": answer.action, "version": answer.version, "timing": timing(answer, received)}
+        body = _answer(service, answer, timing(answer, received))
         response = Response(encode(body, kind), media_type=kind)
         service.answered(answer, "http", received)
         return response
@@ -180,6 +181,11 @@ def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Respon
     return Response(encode(_error(refusal), kind), status_code=refusal.status, media_type=kind, headers=headers)
 
 
+def _answer(service: PolicyService, answer: Answer, spent: dict[str, float]) -> dict[str, Any]:
+    expires_in_ms = service.expires_in_ms
+    return {"action": answer.action, "version": answer.version, "expires_in_ms": expires_in_ms, "timing": spent}
+
+
 def _error(refusal: RequestError) -> dict[str, Any]:
     return {"error": str(refusal), "reason": refusal.reason, "status": refusal.status, "request_id": request_id()}
 
@@ -214,7 +220,7 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
             continue
         spent = timing(answer, received)
         if enveloped:
-            reply = {"action": answer.action, "version": answer.version, "timing": spent}
+            reply = _answer(service, answer, spent)
         else:
             server_timing = {"infer_ms": spent["queue_ms"] + spent["model_ms"], "queue_ms": spent["queue_ms"]}
             if previous_ms is not None:

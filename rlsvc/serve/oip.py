@@ -210,7 +210,8 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
             return Response(status_code=400)
         except Exception as error:
             return _refused(service, internal_error(error))
-        response = encode_infer(asked, service.name, answer.version, answer.action, timing(answer, received))
+        spent = {**timing(answer, received), "expires_in_ms": service.expires_in_ms}
+        response = encode_infer(asked, service.name, answer.version, answer.action, spent)
         service.answered(answer, "oip", received)
         return response
 

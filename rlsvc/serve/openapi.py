@@ -68,13 +68,18 @@ _TIMING: Schema = {
     "additionalProperties": {"type": "number"},
 }
 _ACTION = _map(
-    ("action", "version", "timing"),
+    ("action", "version", "expires_in_ms", "timing"),
     action={
         "type": "array",
         "description": "[H, A], H actions at the contract's rate.",
         "items": {"type": "array", "items": {"type": "number"}},
     },
     version=_TEXT,
+    expires_in_ms={
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "description": "Milliseconds from this answer on in which its actions may be executed.",
+    },
     timing=_TIMING,
 )
 _READY = _map(("ready",), ready={"type": "boolean"})

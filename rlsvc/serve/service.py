@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from rlsvc.core.errors import ContractError, unknown_name
+from rlsvc.core.errors import ContractError, UserError, unknown_name
 from rlsvc.data.repack import repack
 from rlsvc.serve.batcher import Answer, Batcher, NoActionError, OverloadedError
 from rlsvc.serve.codec import ActRequest, RequestError
@@ -32,6 +33,8 @@ class ServeSettings:
         deadline_s: longest that a request may take before it is answered with 504.
         stuck_s: a batch that takes longer makes the replica unhealthy, and Serve replaces it.
         log_level: of the lines that a replica writes, one of `log.LEVELS`.
+        chunk_expiry_ms: how long a chunk may be executed from when it is answered; None for as long as its actions last
+            at the contract's rate.
     """
 
     max_body_bytes: int = 16 * 2**20
@@ -41,8 +44,14 @@ class ServeSettings:
     deadline_s: float = 30.0
     stuck_s: float = 60.0
     log_level: str = "info"
+    chunk_expiry_ms: float | None = None
 
     def __post_init__(self) -> None:
+        if self.chunk_expiry_ms is not None and not 0 < self.chunk_expiry_ms < math.inf:
+            raise UserError(
+                f"chunk_expiry_ms: got {self.chunk_expiry_ms:g}, expected milliseconds above 0; leave it out for as "
+                "long as a chunk's actions last"
+            )
         if self.log_level not in LEVELS:
             raise unknown_name("log level", self.log_level, LEVELS)
 
@@ -84,6 +93,12 @@ class PolicyService:
             "contract": self.runner.contract.to_json(),
             "robot": None if robot is None else robot.model_dump(mode="json"),
         }
+
+    @property
+    def expires_in_ms(self) -> float:
+        """How long a chunk may be executed, from when it is answered: clocks of two hosts are never compared."""
+        given, contract = self.settings.chunk_expiry_ms, self.runner.contract
+        return contract.action_horizon / contract.rate_hz * 1e3 if given is None else given
 
     def status(self) -> dict[str, Any]:
         """`describe`, and how what this replica was asked compares with the training data."""

@@ -17,10 +17,12 @@ from starlette.websockets import WebSocketDisconnect
 import rlsvc.serve.app as application
 import rlsvc.serve.service as service_module
 from rlsvc.core.contract import Contract
+from rlsvc.core.errors import UserError
 from rlsvc.core.types import MALFORMED, ActionChunk
 from rlsvc.core.wire import pack, unpack
 from rlsvc.serve import body as reading
 from rlsvc.serve.app import build_app
+from rlsvc.serve.service import ServeSettings
 
 ACT = "/v1/policies/fake/act"
 MSGPACK = {"content-type": "application/msgpack"}
@@ -57,11 +59,30 @@ def test_json_lists_and_msgpack_give_the_same_action(client):
     assert answer.headers["content-type"] == "application/json"
     np.testing.assert_array_equal(answer.json()["action"], want)
     assert answer.json()["version"] == "fake-1"
+    assert answer.json()["expires_in_ms"] == 400.0  # 4 actions at 10 a second
     parts = {"preprocess_ms", "queue_ms", "model_ms", "wire_ms"}
     assert answer.json()["timing"].keys() == {"total_ms", *parts, "batch_size"}
     answer = post(client, {"observation": observation(), "seed": 5, "step": 16}, MSGPACK)
     assert answer.headers["content-type"] == "application/msgpack"
     np.testing.assert_array_equal(unpack(answer.content)["action"], want)
+    assert unpack(answer.content)["expires_in_ms"] == 400.0
+
+
+def test_how_long_a_chunk_may_be_executed_is_a_setting(runner):
+    with service_of(runner, chunk_expiry_ms=150.0) as service, TestClient(build_app(service)) as client:
+        assert post(client, {"observation": as_lists(observation())}).json()["expires_in_ms"] == 150.0
+        with client.websocket_connect("/") as socket:
+            socket.receive_bytes()
+            socket.send_bytes(pack({"observation": observation()}))
+            assert unpack(socket.receive_bytes())["expires_in_ms"] == 150.0
+            socket.send_bytes(pack(observation()))
+            assert "expires_in_ms" not in unpack(socket.receive_bytes())  # openpi's protocol has no such thing
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_chunk_that_never_or_always_expired_is_refused_as_a_setting(value):
+    with pytest.raises(UserError, match="chunk_expiry_ms: got"):
+        ServeSettings(chunk_expiry_ms=value)
 
 
 def test_json_takes_base64_arrays(client):
