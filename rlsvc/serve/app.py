@@ -37,7 +37,7 @@ from rlsvc.serve.codec import (
     encode,
     media_type,
 )
-from rlsvc.serve.keys import Authenticated, Keys
+from rlsvc.serve.keys import Authenticated, Keys, body_limit, too_often
 from rlsvc.serve.log import HEADER, Traced, begin_message, request_id, write
 from rlsvc.serve.metrics import CONTENT_TYPE
 from rlsvc.serve.oip import add_oip_routes
@@ -92,7 +92,7 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
         try:
             policy = served(name)
             kind = media_type(request.headers.get("content-type"))
-            limit = policy.settings.max_body_bytes
+            limit = body_limit(request.scope, policy.settings.max_body_bytes)
             data = await read_body(request, limit)
             read = perf_counter()
             answer = await policy.act(decode_request(data, kind, limit), read=read)
@@ -173,12 +173,8 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
 
 def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Response:
     service.refused(refusal.reason, refusal.status)
-    headers = {}
-    if refusal.status == 413:
-        headers["Connection"] = "close"  # there may be more of the body than was read
-    if refusal.status == 503:
-        headers["Retry-After"] = "1"
-    return Response(encode(_error(refusal), kind), status_code=refusal.status, media_type=kind, headers=headers)
+    body = encode(_error(refusal), kind)
+    return Response(body, status_code=refusal.status, media_type=kind, headers=refusal.headers)
 
 
 def _answer(service: PolicyService, answer: Answer, spent: dict[str, float]) -> dict[str, Any]:
@@ -205,9 +201,12 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
         begin_message(count)
         enveloped = False
         try:
-            message = _decode_frame(frame, service)
+            excess = too_often(socket.scope)
+            message = _decode_frame(frame, body_limit(socket.scope, service.settings.max_body_bytes))
             # A feature is an array, so a map under this name can only be the envelope of the HTTP request.
             enveloped = isinstance(message.get("observation"), dict)
+            if excess is not None:  # only now, since it is told in the form of the message
+                raise excess
             asked = as_request(message) if enveloped else ActRequest(message)
             if asked.step is None:
                 asked = ActRequest(asked.observation, asked.seed, step)
@@ -238,11 +237,13 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
         step += 1
 
 
-def _decode_frame(frame: Any, service: PolicyService) -> dict[str, Any]:
+def _decode_frame(frame: Any, limit: int) -> dict[str, Any]:
     data = frame.get("bytes")
     if data is None:
         raise RequestError(400, "malformed", "got a text frame, expected a binary frame with a msgpack map")
-    message = decode_message(data, MSGPACK, service.settings.max_body_bytes)
+    if len(data) > limit:
+        raise RequestError(413, "too_large", f"the message has {len(data)} bytes, {limit} are the limit here")
+    message = decode_message(data, MSGPACK, limit)
     if not isinstance(message, dict):
         raise RequestError(
             400, "malformed", f"the message is a {type(message).__name__}, expected a map of arrays by name"

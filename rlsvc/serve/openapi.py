@@ -234,6 +234,7 @@ def page(app: FastAPI, names: Sequence[str], version: str, *, keys: bool) -> dic
                 operation["responses"] |= {
                     "401": _answer("No key, or one that does not hold.", _ERROR),
                     "403": _answer(f"The key has not the role '{role}': it {ROLES[role]}.", _ERROR),
+                    "429": _answer("The key has asked too often.", _ERROR, headers=_RETRY_AFTER),
                 }
     document["components"] = {}
     if keys:
