@@ -4,9 +4,10 @@
      "replica": "...", "request_id": "7c0e...", "route": "/v1/policies/{name}/act", "caller": "left_arm",
      "reason": "observation", "status": 422, "milliseconds": 0.41}
 
-Events: started, stopped, refused (a warning below status 500, an error from there), internal_error (with the traceback
-as `exception`), answered (debug, so not by default), and those of other modules. Neither keys nor anything of an
-observation stands in a line: of a refusal its reason is told, not its message, which may quote what was sent.
+Events: started, stopped (where a replica ends in order, not by a kill), refused (a warning below status 500, an error
+from there), internal_error (with the traceback as `exception`), answered (debug, so not by default), and those of other
+modules. Neither keys nor anything of an observation stands in a line: of a refusal its reason is told, not its message,
+which may quote what was sent.
 
 The id is the caller's `X-Request-Id` where that has at most 64 letters, digits, '.', '_' or '-', else one made here.
 Messages of a WebSocket count on from the id of its connection: `ID/1`, `ID/2`, ...
@@ -115,7 +116,8 @@ class Traced:
         Args:
             app: the application.
             about: the first fields of each line: policy, version, replica.
-            echo: whether answers get the header; Ray Serve gives one itself, with the same id.
+            echo: whether answers get the header; Ray Serve gives one itself, with the same id, or with the caller's own
+                where that is none that is taken here.
         """
         self._app, self.about, self._echo = app, about, echo
         self.refusals = TokenBucket(REFUSALS_PER_S, REFUSALS_AT_ONCE)
