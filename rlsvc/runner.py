@@ -16,6 +16,7 @@ import numpy as np
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import BundleError
 from rlsvc.core.types import ActionChunk
+from rlsvc.data.normalize import Stats
 from rlsvc.data.transforms import RobotTransforms
 from rlsvc.spec.robot import RobotSpec
 from rlsvc.store.bundle import Bundle, read_bundle
@@ -143,6 +144,7 @@ class PolicyRunner:
         policy = make_policy(bundle.policy, bundle.contract, bundle.precision)
         prompter = make_prompter(bundle.policy, bundle.path)
         normalizer, which = bundle.normalizer, bundle.normalizer.group_index(group)
+        self._normalizer, self._group = normalizer, which
         options = ActOptions(sample_steps=sample_steps, explore=explore)
         self._prepare = None if prompter is None else partial(prompter, normalizer=normalizer, group=which)
         finish = None if prompter is None else prompter.finish
@@ -286,6 +288,24 @@ class PolicyRunner:
         action, extras, carry = self._act(self._weights, packed, carry, layout)
         action, extras = jax.device_get((action, extras))
         return ActionChunk(self._transforms.to_robot(action, observation), self.version, carry, extras)
+
+    def training_statistics(self) -> dict[str, Stats]:
+        """By observed feature the statistics of its training values, in the policy's numbers.
+
+        Without images, texts, and features that were not fitted to data: a policy that learned from rollouts has none.
+        """
+        found: dict[str, Stats] = {}
+        for name in self.contract.observation:
+            stats = self._normalizer.stats.get(name, ())
+            # Statistics of other programs have no count; where these know nothing either, they take the identity.
+            foreign = bool(stats) and stats[self._group].min is None and self._normalizer.modes[name] != "identity"
+            if stats and (stats[self._group].count > 0 or foreign):
+                found[name] = stats[self._group]
+        return found
+
+    def encode(self, name: str, x: np.ndarray) -> np.ndarray:
+        """The policy's numbers for a robot's, of one feature; see `RobotTransforms.encode`."""
+        return self._transforms.encode(name, x)
 
     def warm_up(self) -> None:
         """Compile every batch size."""

@@ -6,8 +6,10 @@ Letters: T observation steps, H action steps, A action dimensions, n actions exe
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Mapping
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from rlsvc.core.history import ObservationHistory
 class _Chunk:
     """The observation history and what is left of the chunk under way."""
 
-    def __init__(self, contract: Contract, n_execute: int | None, seed: int) -> None:
+    def __init__(self, contract: Contract, n_execute: int | None, seed: int, expire: bool) -> None:
         horizon = contract.action_horizon
         if n_execute is not None and not 1 <= n_execute <= horizon:
             raise UserError(f"n_execute: got {n_execute}, expected 1 to {horizon}, the policy's action horizon")
@@ -32,15 +34,21 @@ class _Chunk:
         self._one_step = dataclasses.replace(contract, n_obs_steps=1)
         self._history = ObservationHistory(contract.n_obs_steps)
         self._left: deque[np.ndarray] = deque()
+        self._expire = expire
+        self._until = math.inf
 
     def observe(self, observation: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-        """Remember an observation; the window to ask the policy with when the chunk is used up, else None."""
+        """Remember an observation; the window to ask with when the chunk is used up or has expired, else None."""
         checked = self._one_step.check_observation(observation)
         window = self._history.append({key: array[0] for key, array in checked.items()})
+        if monotonic() >= self._until:
+            self._left.clear()
         return None if self._left else window
 
     def refresh(self, reply: Reply) -> None:
         self._left.extend(reply.action[: self.n_execute])
+        expiry = reply.expires_in_ms if self._expire else None
+        self._until = math.inf if expiry is None else monotonic() + expiry / 1e3
 
     def next_action(self) -> np.ndarray:
         self.step += 1
@@ -57,24 +65,27 @@ class ChunkedPolicy:
     """Executes n actions of each chunk, then asks for the next one.
 
     Keeps the last T observations; at the start of an episode the first one is repeated, as in training. When the
-    policy cannot
-    be asked the error is raised and no action returned: what a robot does then is its own safe stop, never the last
-    action again.
+    policy cannot be asked the error is raised and no action returned: what a robot does then is its own safe stop,
+    never the last action again. A chunk that is older than the server lets it become, since the loop is slow or stood
+    still, is dropped and the policy asked anew.
     """
 
-    def __init__(self, client: PolicyClient, *, n_execute: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, client: PolicyClient, *, n_execute: int | None = None, seed: int = 0, expire: bool = True
+    ) -> None:
         """An episode begins.
 
         Args:
             client: of the served policy.
             n_execute: n, at most H; when left out what the policy's robot executes, or H.
             seed: of the policy's randomness in this episode.
+            expire: whether a chunk gets too old; False where time is simulated, and no robot waits.
 
         Raises:
             UserError: n is not within [1, H].
         """
         self._client = client
-        self._chunk = _Chunk(client.contract, client.execute if n_execute is None else n_execute, seed)
+        self._chunk = _Chunk(client.contract, client.execute if n_execute is None else n_execute, seed, expire)
 
     def act(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The action of this control step.
@@ -102,10 +113,12 @@ class ChunkedPolicy:
 class AsyncChunkedPolicy:
     """ChunkedPolicy for asyncio, over an AsyncPolicyClient that is connected."""
 
-    def __init__(self, client: AsyncPolicyClient, *, n_execute: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, client: AsyncPolicyClient, *, n_execute: int | None = None, seed: int = 0, expire: bool = True
+    ) -> None:
         """An episode begins; arguments as of ChunkedPolicy."""
         self._client = client
-        self._chunk = _Chunk(client.contract, client.execute if n_execute is None else n_execute, seed)
+        self._chunk = _Chunk(client.contract, client.execute if n_execute is None else n_execute, seed, expire)
 
     async def act(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The action of this control step, [A] float32; see ChunkedPolicy.act."""

@@ -45,12 +45,16 @@ class Reply:
     Attributes:
         action: [H, A] float32, in the contract's units, finite.
         version: of the policy that made it.
-        timing: the server's, in milliseconds: total_ms, queue_ms, model_ms, wire_ms.
+        timing: the server's. total_ms is the sum of preprocess_ms (decoding, checking), queue_ms (waiting for a
+            batch), model_ms (the batch) and wire_ms (the rest, its answer's encoding excepted); and batch_size.
+        expires_in_ms: how long the actions may be executed, counted from when this came; None where the server did not
+            say it.
     """
 
     action: np.ndarray
     version: str
     timing: dict[str, float] = field(default_factory=dict)
+    expires_in_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,21 @@ def decode_reply(data: bytes | str, contract: Contract) -> Reply:
     if not np.isfinite(action).all():
         raise ServerFaultError("the server's action has values that are not finite")
     spent = message.get("timing")
-    return Reply(action.astype(np.float32), str(message.get("version", "")), spent if isinstance(spent, dict) else {})
+    return Reply(
+        action.astype(np.float32),
+        str(message.get("version", "")),
+        spent if isinstance(spent, dict) else {},
+        _expiry(message.get("expires_in_ms")),
+    )
+
+
+def _expiry(value: Any) -> float | None:
+    if value is None:
+        return None
+    # NaN is no number of milliseconds either: no chunk would ever expire by it.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ServerFaultError(f"the server's expires_in_ms is {str(value)[:40]}, expected a number from 0 up")
+    return float(value)
 
 
 def error_from(status: int, message: str) -> Exception:

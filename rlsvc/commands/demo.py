@@ -107,7 +107,7 @@ def _drive(bundle: Path, env: Any, seed: int, port: int, console: Console) -> tu
         start(deployment)
         console.print(f"serving {bundle} at http://127.0.0.1:{port}")
         with PolicyClient(f"127.0.0.1:{port}") as client:
-            policy = ChunkedPolicy(client, seed=seed)
+            policy = ChunkedPolicy(client, seed=seed, expire=False)
             observation, _ = env.reset(seed=seed)
             best, ended = 0.0, False
             while not ended:

@@ -23,6 +23,12 @@ def add(
     role: Annotated[list[str], typer.Option(help="read, act, record, command or administer; may be repeated.")],
     file: File = FILE,
     days: Annotated[int | None, typer.Option(help="Days until it expires; never when left out.")] = None,
+    requests_per_s: Annotated[
+        float | None, typer.Option(help="Most requests a second, of each replica; any number when left out.")
+    ] = None,
+    max_body_mb: Annotated[
+        float | None, typer.Option(help="Largest request in MiB; the server's own limit when left out.")
+    ] = None,
 ) -> None:
     """Make a key. It is printed once, and cannot be found again: its file keeps a hash."""
     from rlsvc.serve.keys import new_key, read_file, write_file
@@ -33,7 +39,9 @@ def add(
     if any(key.name == name for key in keys):
         raise UserError(f"{file}: there is a key for '{name}' already; remove it first: rlsvc keys remove {name}")
     today = datetime.datetime.now(datetime.UTC).date()
-    key, kept = new_key(name, tuple(dict.fromkeys(role)), None if days is None else today + datetime.timedelta(days))
+    expires = None if days is None else today + datetime.timedelta(days)
+    limits = {"requests_per_s": requests_per_s, "max_body_mb": max_body_mb}
+    key, kept = new_key(name, tuple(dict.fromkeys(role)), expires, **limits)
     write_file(file, (*keys, kept))
     typer.echo(key)
     Console(stderr=True).print(f"Written down nowhere; {file} has its hash. Servers read it when they start.")
@@ -41,13 +49,15 @@ def add(
 
 @app.command("list")
 def list_keys(file: File = FILE) -> None:
-    """The keys of a file: names, roles, and when they expire."""
+    """The keys of a file: names, roles, limits, and when they expire."""
     from rlsvc.serve.keys import Keys
 
     today = datetime.datetime.now(datetime.UTC).date()
-    table = Table("name", "roles", "expires", box=None)
+    table = Table("name", "roles", "expires", "requests/s", "MiB", box=None)
     for key in Keys.read(file).keys:
-        table.add_row(key.name, ", ".join(key.roles), f"{key.expires or 'never'}{' (expired)' * key.expired(today)}")
+        expires = f"{key.expires or 'never'}{' (expired)' * key.expired(today)}"
+        limits = ["any" if limit is None else f"{limit:g}" for limit in (key.requests_per_s, key.max_body_mb)]
+        table.add_row(key.name, ", ".join(key.roles), expires, *limits)
     Console().print(table)
 
 

@@ -38,6 +38,12 @@ def serve(
     max_body_mb: Annotated[int, typer.Option(help="Largest request in MiB; at most 16.")] = 16,
     deadline_s: Annotated[float, typer.Option(help="Longest that a request may take.")] = 30.0,
     keys: Annotated[Path | None, typer.Option(help="File of API keys (rlsvc keys add); callers must have one.")] = None,
+    chunk_expiry_ms: Annotated[
+        float | None, typer.Option(help="How long a chunk may be executed; as long as its actions last when left out.")
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option(help="Of the replicas' JSON lines: debug (one an answer), info, warning or error.")
+    ] = "info",
 ) -> None:
     """Serve a policy, or what a Serve config file names, over HTTP and openpi's WebSocket until Ctrl-C."""
     from rlsvc.serve.keys import Keys
@@ -48,7 +54,8 @@ def serve(
     args: dict[str, Any] = {
         "policy": policy, "name": name, "root": root, "group": group, "keys": None if keys is None else str(keys),
         "replicas": replicas, "cpus": cpus, "gpus": gpus, "batch_size": batch_size, "batch_wait_ms": batch_wait_ms,
-        "max_body_mb": max_body_mb, "deadline_s": deadline_s,
+        "max_body_mb": max_body_mb, "deadline_s": deadline_s, "chunk_expiry_ms": chunk_expiry_ms,
+        "log_level": log_level,
     }  # fmt: skip
     spec = validate(ServeSpec, args)
     from_file = policy.endswith((".yaml", ".yml"))

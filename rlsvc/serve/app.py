@@ -8,6 +8,8 @@ included.
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +24,7 @@ import rlsvc
 from rlsvc.core.errors import unknown_name
 from rlsvc.core.wire import pack
 from rlsvc.serve import openapi
+from rlsvc.serve.batcher import Answer
 from rlsvc.serve.body import read_body
 from rlsvc.serve.codec import (
     JSON,
@@ -34,21 +37,28 @@ from rlsvc.serve.codec import (
     encode,
     media_type,
 )
-from rlsvc.serve.keys import Authenticated, Keys
+from rlsvc.serve.keys import Authenticated, Keys, body_limit, too_often
+from rlsvc.serve.log import HEADER, Traced, begin_message, request_id, write
 from rlsvc.serve.metrics import CONTENT_TYPE
 from rlsvc.serve.oip import add_oip_routes
 from rlsvc.serve.service import PolicyService, internal_error, timing
 
-logger = logging.getLogger(__name__)
 
-
-def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
+def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_id: bool = True) -> FastAPI:
     """The application for one policy.
 
     Args:
         service: the policy; loaded and warm, so that the application is ready as soon as it is reachable.
         keys: who may use it; None lets everybody who reaches it.
+        echo_request_id: whether answers have the header X-Request-Id; without it when the server around gives one.
     """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        write(logging.INFO, "started", service.about())
+        yield
+        write(logging.INFO, "stopped", service.about())
+
     app = FastAPI(
         title="rlsvc",
         version=rlsvc.__version__,
@@ -56,11 +66,14 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
         "protocol and is not on this page.",
         # Links between the answers of this page name a route by its function.
         generate_unique_id_function=lambda route: route.name,
+        lifespan=lifespan,
     )
     app.openapi = lambda: openapi.page(app, [service.name], service.runner.version, keys=keys is not None)
 
     if keys is not None:
-        app.add_middleware(Authenticated, keys=keys)
+        app.add_middleware(Authenticated, keys=keys, refused=service.refused)
+    # The outermost, so that refused keys have ids too.
+    app.add_middleware(Traced, about=service.about, echo=echo_request_id)
 
     def served(name: str) -> PolicyService:
         if name != service.name:
@@ -79,30 +92,33 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
         try:
             policy = served(name)
             kind = media_type(request.headers.get("content-type"))
-            limit = policy.settings.max_body_bytes
-            asked = decode_request(await read_body(request, limit), kind, limit)
-            answer = await policy.act(asked, transport="http", received=received)
+            limit = body_limit(request.scope, policy.settings.max_body_bytes)
+            data = await read_body(request, limit)
+            read = perf_counter()
+            answer = await policy.act(decode_request(data, kind, limit), read=read)
         except RequestError as refusal:
             return _refused(service, refusal, kind)
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
             return _refused(service, internal_error(error), kind)
-        body = {"action": answer.action, "version": answer.version, "timing": timing(answer, received)}
-        return Response(encode(body, kind), media_type=kind)
+        body = _answer(service, answer, timing(answer, received))
+        response = Response(encode(body, kind), media_type=kind)
+        service.answered(answer, "http", received)
+        return response
 
     add_oip_routes(app, service)
 
     @app.get("/v1/policies", responses=openapi.LIST_RESPONSES)
     async def policies() -> dict[str, Any]:
         """The policies served here."""
-        return {"policies": [service.describe()]}
+        return {"policies": [service.status()]}
 
     @app.get("/v1/policies/{name}", responses=openapi.DESCRIBE_RESPONSES)
     async def policy(name: str) -> Response:
         """A policy's contract and version."""
         try:
-            return JSONResponse(served(name).describe())
+            return JSONResponse(served(name).status())
         except RequestError as refusal:
             return _refused(service, refusal, JSON)
 
@@ -127,7 +143,7 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
         # A web page may open a WebSocket to any host without asking: only pages of this server itself are let in.
         origin = socket.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != socket.headers.get("host"):
-            service.metrics.refused("origin")
+            service.refused("origin", 403)
             await socket.close(1008)
             return
         await socket.accept()
@@ -141,50 +157,60 @@ def build_app(service: PolicyService, keys: Keys | None = None) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
+        service.refused("route", error.status_code)
         message = f"{request.method} {request.url.path[:200]}: {error.detail}; see /docs for what is served"
-        return JSONResponse({"error": message, "reason": "route"}, status_code=error.status_code, headers=error.headers)
+        body = {"error": message, "reason": "route", "status": error.status_code, "request_id": request_id()}
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return _refused(service, internal_error(error), JSON)
+        answer = _refused(service, internal_error(error), JSON)
+        answer.headers[HEADER] = request_id()  # it is made outside of what puts the header on all others
+        return answer
 
     return app
 
 
 def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Response:
-    service.metrics.refused(refusal.reason)
-    headers = {}
-    if refusal.status == 413:
-        headers["Connection"] = "close"  # there may be more of the body than was read
-    if refusal.status == 503:
-        headers["Retry-After"] = "1"
-    return Response(encode(_error(refusal), kind), status_code=refusal.status, media_type=kind, headers=headers)
+    service.refused(refusal.reason, refusal.status)
+    body = encode(_error(refusal), kind)
+    return Response(body, status_code=refusal.status, media_type=kind, headers=refusal.headers)
+
+
+def _answer(service: PolicyService, answer: Answer, spent: dict[str, float]) -> dict[str, Any]:
+    expires_in_ms = service.expires_in_ms
+    return {"action": answer.action, "version": answer.version, "expires_in_ms": expires_in_ms, "timing": spent}
 
 
 def _error(refusal: RequestError) -> dict[str, Any]:
-    return {"error": str(refusal), "reason": refusal.reason, "status": refusal.status}
+    return {"error": str(refusal), "reason": refusal.reason, "status": refusal.status, "request_id": request_id()}
 
 
 async def _converse(socket: WebSocket, service: PolicyService) -> None:
     # A robot's runtime looks for what it needs beside the policy's name (ALOHA: `reset_pose`).
     metadata = {} if service.runner.robot is None else service.runner.robot.metadata
     await socket.send_bytes(pack({**metadata, **service.describe(), "server": "rlsvc"}))
-    step = 0
+    step = count = 0
     previous_ms: float | None = None
     while True:
         frame = await socket.receive()
         if frame["type"] == "websocket.disconnect":
             return
         received = perf_counter()
+        count += 1
+        begin_message(count)
         enveloped = False
         try:
-            message = _decode_frame(frame, service)
+            excess = too_often(socket.scope)
+            message = _decode_frame(frame, body_limit(socket.scope, service.settings.max_body_bytes))
             # A feature is an array, so a map under this name can only be the envelope of the HTTP request.
             enveloped = isinstance(message.get("observation"), dict)
+            if excess is not None:  # only now, since it is told in the form of the message
+                raise excess
             asked = as_request(message) if enveloped else ActRequest(message)
             if asked.step is None:
                 asked = ActRequest(asked.observation, asked.seed, step)
-            answer = await service.act(asked, transport="websocket", received=received)
+            answer = await service.act(asked, read=received)
         except RequestError as refusal:
             await _send_refusal(socket, service, refusal, enveloped)
             continue
@@ -193,7 +219,7 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
             continue
         spent = timing(answer, received)
         if enveloped:
-            reply = {"action": answer.action, "version": answer.version, "timing": spent}
+            reply = _answer(service, answer, spent)
         else:
             server_timing = {"infer_ms": spent["queue_ms"] + spent["model_ms"], "queue_ms": spent["queue_ms"]}
             if previous_ms is not None:
@@ -204,16 +230,20 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
                 "policy_timing": {"infer_ms": spent["model_ms"]},
                 "version": answer.version,
             }
-        await socket.send_bytes(pack(reply))
+        data = pack(reply)
+        service.answered(answer, "websocket", received)
+        await socket.send_bytes(data)
         previous_ms = (perf_counter() - received) * 1e3
         step += 1
 
 
-def _decode_frame(frame: Any, service: PolicyService) -> dict[str, Any]:
+def _decode_frame(frame: Any, limit: int) -> dict[str, Any]:
     data = frame.get("bytes")
     if data is None:
         raise RequestError(400, "malformed", "got a text frame, expected a binary frame with a msgpack map")
-    message = decode_message(data, MSGPACK, service.settings.max_body_bytes)
+    if len(data) > limit:
+        raise RequestError(413, "too_large", f"the message has {len(data)} bytes, {limit} are the limit here")
+    message = decode_message(data, MSGPACK, limit)
     if not isinstance(message, dict):
         raise RequestError(
             400, "malformed", f"the message is a {type(message).__name__}, expected a map of arrays by name"
@@ -223,7 +253,7 @@ def _decode_frame(frame: Any, service: PolicyService) -> dict[str, Any]:
 
 async def _send_refusal(socket: WebSocket, service: PolicyService, refusal: RequestError, enveloped: bool) -> None:
     """As openpi's clients expect an error, a text frame; in the request's own form where the client speaks it."""
-    service.metrics.refused(refusal.reason)
+    service.refused(refusal.reason, refusal.status)
     if enveloped:
         await socket.send_bytes(pack(_error(refusal)))
     else:

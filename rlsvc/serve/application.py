@@ -83,6 +83,8 @@ def deployment_of(spec: ServeSpec, **where: Any) -> Deployment:
             max_batch=spec.batch_size,
             batch_wait_s=spec.batch_wait_ms / 1e3,
             deadline_s=spec.deadline_s,
+            chunk_expiry_ms=spec.chunk_expiry_ms,
+            log_level=spec.log_level,
         ),
         keys=keys,
         **where,

@@ -37,6 +37,7 @@ class Answer:
         model_s: seconds the batch took.
         batch_size: rows in the batch.
         malformed: why what the policy said was no action, where it is an action that holds the robot still; else "".
+        preprocess_s: seconds before that in which the request was decoded and held against the contract.
     """
 
     action: np.ndarray
@@ -45,6 +46,7 @@ class Answer:
     model_s: float
     batch_size: int
     malformed: str = ""
+    preprocess_s: float = 0.0
 
 
 class NoActionError(RuntimeError):

@@ -32,13 +32,22 @@ class RequestError(UserError):
     Attributes:
         status: HTTP status, 4xx or 5xx.
         reason: one word for the metrics, from a fixed set; never a client's text.
+        retry_after_s: whole seconds after which asking again may help; None where it does not.
     """
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: int | None = None) -> None:
         """Keep the status and the reason beside the message."""
         super().__init__(message)
         self.status = status
         self.reason = reason
+        self.retry_after_s = 1 if status == 503 and retry_after_s is None else retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What its answer has in its headers."""
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        # There may be more of a body that is too large than was read.
+        return {**headers, "Connection": "close"} if self.status == 413 else headers
 
 
 @dataclass(frozen=True)

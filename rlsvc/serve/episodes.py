@@ -29,6 +29,8 @@ from rlsvc.data.pack_episode import ID, unpack_episode
 from rlsvc.serve import openapi
 from rlsvc.serve.body import pieces_of
 from rlsvc.serve.codec import RequestError
+from rlsvc.serve.keys import body_limit
+from rlsvc.serve.log import log_refused, request_id
 from rlsvc.serve.service import internal_error
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
@@ -169,7 +171,7 @@ def add_episode_routes(app: FastAPI, inbox: EpisodeInbox) -> None:
         try:
             if not _NUMBER.fullmatch(number):
                 raise RequestError(404, "route", f"episode '{number[:40]}': expected a number below a million")
-            pieces = pieces_of(request, inbox.max_bytes)
+            pieces = pieces_of(request, body_limit(request.scope, inbox.max_bytes))
             await inbox.receive(_client(request), _dataset(dataset), int(number), pieces)
         except RequestError as refusal:
             return _refused(refusal)
@@ -192,6 +194,6 @@ def _dataset(text: str) -> str:
 
 
 def _refused(refusal: RequestError) -> JSONResponse:
-    body = {"error": str(refusal), "reason": refusal.reason, "status": refusal.status}
-    headers = {"Connection": "close"} if refusal.status == 413 else {}
-    return JSONResponse(body, status_code=refusal.status, headers=headers)
+    log_refused(refusal.reason, refusal.status)
+    body = {"error": str(refusal), "reason": refusal.reason, "status": refusal.status, "request_id": request_id()}
+    return JSONResponse(body, status_code=refusal.status, headers=refusal.headers)

@@ -3,6 +3,9 @@
 A key is sent as `Authorization: Bearer KEY`, or `Authorization: Api-Key KEY` as openpi's client does. It is 32 random
 bytes behind its id, so that one round of SHA-256 is enough to keep it; it is compared in constant time.
 
+A key may have limits: requests a second and the size of one. They hold in each replica by itself, so that several
+replicas together let as many times more through.
+
 Every route asks for a role (`ROUTES`); one that is not in the table takes `administer`, so that a new route is closed
 until somebody opens it.
 """
@@ -13,9 +16,11 @@ import datetime
 import hashlib
 import hmac
 import json
+import math
 import os
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlsvc.core.errors import NotFoundError, UserError, unknown_name
+from rlsvc.serve.bucket import TokenBucket
+from rlsvc.serve.codec import RequestError
+from rlsvc.serve.log import request_id
 
 ROLES = {
     "read": "sees which policies there are, their contracts and their metrics",
@@ -66,6 +74,8 @@ class ApiKey:
         roles: of `ROLES`.
         sha256: of the whole key, hexadecimal.
         expires: the first day on which it is refused, ISO; None never.
+        requests_per_s: more are refused, by each replica; as many as in a second may come at once. None for no limit.
+        max_body_mb: of a request, MiB, where that is less than the server's own limit; None for that one.
     """
 
     id: str
@@ -73,6 +83,8 @@ class ApiKey:
     roles: tuple[str, ...]
     sha256: str
     expires: str | None = None
+    requests_per_s: float | None = None
+    max_body_mb: float | None = None
 
     def expired(self, today: datetime.date) -> bool:
         """Whether it is refused on this day (UTC)."""
@@ -112,11 +124,18 @@ class Keys:
         return None if key.expired(today or datetime.datetime.now(datetime.UTC).date()) else key
 
 
-def new_key(name: str, roles: tuple[str, ...], expires: datetime.date | None = None) -> tuple[str, ApiKey]:
-    """A key, and what is kept of it.
+def new_key(
+    name: str,
+    roles: tuple[str, ...],
+    expires: datetime.date | None = None,
+    *,
+    requests_per_s: float | None = None,
+    max_body_mb: float | None = None,
+) -> tuple[str, ApiKey]:
+    """A key, and what is kept of it; arguments as of `ApiKey`.
 
     Raises:
-        UserError: a name or a role that there is not, or no role.
+        UserError: a name or a role that there is not, no role, or a limit that is no number above 0.
     """
     if not NAME.fullmatch(name):
         raise UserError(
@@ -129,7 +148,11 @@ def new_key(name: str, roles: tuple[str, ...], expires: datetime.date | None = N
             raise unknown_name("role", role, ROLES)
     identity = secrets.token_hex(8)
     key = f"{PREFIX}{identity}_{secrets.token_urlsafe(32)}"
-    return key, ApiKey(identity, name, tuple(roles), _digest(key), None if expires is None else expires.isoformat())
+    last = None if expires is None else expires.isoformat()
+    kept = ApiKey(identity, name, tuple(roles), _digest(key), last, requests_per_s, max_body_mb)
+    if wrong := _wrong_limit(kept):
+        raise UserError(wrong)
+    return key, kept
 
 
 def read_file(path: Path) -> tuple[ApiKey, ...]:
@@ -158,12 +181,18 @@ def role_of(method: str, path: str) -> str | None:
 class Authenticated:
     """An application behind keys. The key that was let in is `scope["state"]["key"]`.
 
-    Without a good key the answer is 401, with one that lacks the role 403; a WebSocket is refused before it opens.
+    Without a good key the answer is 401, with one that lacks the role 403, and 429 where it asks too often; a WebSocket
+    is refused before it opens, and each of its messages is a request.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        """Stand before `app`."""
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: Keys, refused: Callable[[str, int], None]) -> None:
+        """Stand before `app`; `refused` is told the reason and the status of each refusal."""
+        self._app, self._keys, self._refused = app, keys, refused
+        self._buckets = {
+            key.id: TokenBucket(key.requests_per_s, max(1.0, key.requests_per_s))
+            for key in keys.keys
+            if key.requests_per_s is not None
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI call."""
@@ -176,10 +205,40 @@ class Authenticated:
         if role is not None:
             key = self._keys.find(Headers(scope=scope).get("authorization"))
             if key is None or role not in key.roles:
+                self._refused("key", 401 if key is None else 403)
                 await _refuse(key, role, scope, receive, send)
                 return
-            scope.setdefault("state", {})["key"] = key
+            scope.setdefault("state", {}).update(key=key, bucket=self._buckets.get(key.id))
+            refusal = too_often(scope) if scope["type"] == "http" else None
+            if refusal is not None:
+                self._refused(refusal.reason, refusal.status)
+                body = {"error": str(refusal), "reason": refusal.reason, "status": refusal.status}
+                answer = JSONResponse({**body, "request_id": request_id()}, refusal.status, refusal.headers)
+                await answer(scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+
+def too_often(scope: Scope) -> RequestError | None:
+    """Count a request with the key that was let in; what to refuse it with where that has asked too often."""
+    state = scope.get("state", {})
+    bucket: TokenBucket | None = state.get("bucket")
+    wait_s = 0.0 if bucket is None else bucket.take()
+    if wait_s == 0.0:
+        return None
+    key = state["key"]
+    return RequestError(
+        429,
+        "rate",
+        f"key '{key.name}' may send {key.requests_per_s:g} requests a second; try again in {wait_s:.3g} s",
+        retry_after_s=math.ceil(wait_s),
+    )
+
+
+def body_limit(scope: Scope, most: int) -> int:
+    """Bytes that a request may have: `most`, or what the key that was let in may send where that is less."""
+    key = scope.get("state", {}).get("key")
+    return most if key is None or key.max_body_mb is None else min(most, int(key.max_body_mb * 2**20))
 
 
 async def _refuse(key: ApiKey | None, role: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,8 +251,17 @@ async def _refuse(key: ApiKey | None, role: str, scope: Scope, receive: Receive,
         await send({"type": "websocket.close", "code": 1008, "reason": what[:120]})
         return
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    body = {"error": what, "reason": "key", "status": status}
+    body = {"error": what, "reason": "key", "status": status, "request_id": request_id()}
     await JSONResponse(body, status_code=status, headers={**headers, "Connection": "close"})(scope, receive, send)
+
+
+def _wrong_limit(key: ApiKey) -> str | None:
+    for name in ("requests_per_s", "max_body_mb"):
+        value = getattr(key, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < math.inf):
+            return f"{name} of key '{key.name}': got {str(value)[:40]}, expected a number above 0, or none for no limit"
+    return None
 
 
 def _digest(key: str) -> str:
@@ -225,6 +293,8 @@ def _parse(path: Path, stored: Any) -> tuple[ApiKey, ...]:
                 raise ValueError(f"key '{key.name}' has no role")
             if not re.fullmatch("[0-9a-f]{64}", key.sha256):
                 raise ValueError(f"key '{key.name}' has no SHA-256 hash")
+            if wrong := _wrong_limit(key):
+                raise ValueError(wrong)
             key.expired(datetime.date.min)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: expected a file of keys, made by rlsvc keys add ({error})") from error

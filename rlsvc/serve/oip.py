@@ -30,6 +30,7 @@ from rlsvc.core.wire import MAX_DIMENSIONS, WireError, array_from_bytes, is_shap
 from rlsvc.serve import openapi
 from rlsvc.serve.body import read_body
 from rlsvc.serve.codec import ActRequest, RequestError, as_integer
+from rlsvc.serve.keys import body_limit
 from rlsvc.serve.service import PolicyService, internal_error, timing
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -200,24 +201,25 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
             check(model, version)
             if encoding := request.headers.get("content-encoding"):
                 raise RequestError(415, "media_type", f"content encoding '{encoding[:40]}' is not spoken here")
-            body = await read_body(request, service.settings.max_body_bytes)
+            body = await read_body(request, body_limit(request.scope, service.settings.max_body_bytes))
+            read = perf_counter()
             asked = decode_infer(body, request.headers.get(HEADER_LENGTH))
-            answer = await service.act(asked.asked, transport="oip", received=received)
+            answer = await service.act(asked.asked, read=read)
         except RequestError as refusal:
             return _refused(service, refusal)
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
             return _refused(service, internal_error(error))
-        return encode_infer(asked, service.name, answer.version, answer.action, timing(answer, received))
+        spent = {**timing(answer, received), "expires_in_ms": service.expires_in_ms}
+        response = encode_infer(asked, service.name, answer.version, answer.action, spent)
+        service.answered(answer, "oip", received)
+        return response
 
 
 def _refused(service: PolicyService, refusal: RequestError) -> Response:
-    service.metrics.refused(refusal.reason)
-    headers = {"Retry-After": "1"} if refusal.status == 503 else {}
-    if refusal.status == 413:
-        headers["Connection"] = "close"
-    return JSONResponse({"error": str(refusal)}, status_code=refusal.status, headers=headers)
+    service.refused(refusal.reason, refusal.status)
+    return JSONResponse({"error": str(refusal)}, status_code=refusal.status, headers=refusal.headers)
 
 
 def _tensor(name: str, feature: Feature, shape: tuple[int, ...]) -> dict[str, Any]:

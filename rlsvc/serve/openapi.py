@@ -34,6 +34,7 @@ _ERROR = _map(
     error={"type": "string", "description": "What was got, what was expected."},
     reason={"type": "string", "description": "One word, as in /metrics."},
     status={"type": "integer"},
+    request_id={"type": "string", "description": "As X-Request-Id, which is taken from the request where it has one."},
 )
 _OIP_ERROR = _map(("error",), error={"type": "string", "description": "What was got, what was expected."})
 _POLICY = _map(
@@ -42,20 +43,43 @@ _POLICY = _map(
     version=_TEXT,
     contract=_map(("observation", "action", "rate_hz", "n_obs_steps", "action_horizon")),
     robot={"type": ["object", "null"]},
+    distribution={
+        "type": ["object", "null"],
+        "description": "How what the replica was asked compares with the training data; null where that is not known.",
+        "required": ["alarm", "features", "left_out"],
+        "properties": {
+            "alarm": {"type": "boolean", "description": "Whether that of any feature is on."},
+            "features": {
+                "type": "object",
+                "additionalProperties": _map(
+                    ("outside_share", "dimension", "alarm"),
+                    outside_share={"type": "number", "description": "Of the worst dimension, in recent requests."},
+                    dimension={"type": ["string", "null"], "description": "The worst one."},
+                    alarm={"type": "boolean"},
+                ),
+            },
+            "left_out": {"type": "array", "items": _TEXT, "description": "Features without statistics, images."},
+        },
+    },
 )
 _TIMING: Schema = {
     "type": "object",
-    "description": "Milliseconds: total, queue, model, wire; and the batch's size.",
+    "description": "Milliseconds: total, and of that preprocess, queue, model and wire; and the batch's size.",
     "additionalProperties": {"type": "number"},
 }
 _ACTION = _map(
-    ("action", "version", "timing"),
+    ("action", "version", "expires_in_ms", "timing"),
     action={
         "type": "array",
         "description": "[H, A], H actions at the contract's rate.",
         "items": {"type": "array", "items": {"type": "number"}},
     },
     version=_TEXT,
+    expires_in_ms={
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "description": "Milliseconds from this answer on in which its actions may be executed.",
+    },
     timing=_TIMING,
 )
 _READY = _map(("ready",), ready={"type": "boolean"})
@@ -210,6 +234,7 @@ def page(app: FastAPI, names: Sequence[str], version: str, *, keys: bool) -> dic
                 operation["responses"] |= {
                     "401": _answer("No key, or one that does not hold.", _ERROR),
                     "403": _answer(f"The key has not the role '{role}': it {ROLES[role]}.", _ERROR),
+                    "429": _answer("The key has asked too often.", _ERROR, headers=_RETRY_AFTER),
                 }
     document["components"] = {}
     if keys:

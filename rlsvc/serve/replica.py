@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlsvc.serve.app import build_app
 from rlsvc.serve.listener import check_listener
+from rlsvc.serve.log import log_as_json
 from rlsvc.serve.service import PolicyService, ServeSettings
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class PolicyReplica:
     """A Ray Serve replica: an actor that answers requests for one policy.
 
     Consumes: HTTP requests and WebSocket messages, which Serve's proxy (HAProxy, or Serve's own) hands it.
-    Produces: action chunks, refusals, Prometheus text; nothing is kept between requests but counters.
+    Produces: action chunks, refusals, Prometheus text, JSON lines on standard error; nothing is kept between
+    requests but counters.
     Waits for: the policy's thread, at most `deadline_s` for a request; the event loop itself never waits for the
     policy. When a client dies its request is dropped before its batch starts, or its answer is thrown away. When the
     proxy dies Serve restarts it; clients connect anew and ask again. When this replica dies Serve starts another;
@@ -67,6 +69,7 @@ class PolicyReplica:
 
         # Once more where it counts: Serve may have been started on another host since the application was built.
         await asyncio.to_thread(check_listener, keys=keys is not None)
+        log_as_json(settings.log_level)
         runner = await asyncio.to_thread(load)
         await asyncio.to_thread(runner.warm_up)
         self._keys = keys
@@ -74,7 +77,7 @@ class PolicyReplica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """What Ray Serve calls for the application, once `__init__` is over."""
-        return build_app(self._service, self._keys)
+        return build_app(self._service, self._keys, echo_request_id=False)
 
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,12 @@ from rlsvc.core.errors import ContractError
 from rlsvc.data.repack import repack
 from rlsvc.serve.batcher import Answer, Batcher, NoActionError, OverloadedError
 from rlsvc.serve.codec import ActRequest, RequestError
+from rlsvc.serve.distribution import Distribution
+from rlsvc.serve.log import log_answered, log_internal_error, log_refused, request_id, write
 from rlsvc.serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from rlsvc.runner import ServedRunner
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,9 @@ class ServeSettings:
         max_waiting: requests waiting beyond which more are refused with 503.
         deadline_s: longest that a request may take before it is answered with 504.
         stuck_s: a batch that takes longer makes the replica unhealthy, and Serve replaces it.
+        log_level: of the lines that a replica writes, one of `log.LEVELS`.
+        chunk_expiry_ms: how long a chunk may be executed from when it is answered; None for as long as its actions last
+            at the contract's rate.
     """
 
     max_body_bytes: int = 16 * 2**20
@@ -40,6 +42,8 @@ class ServeSettings:
     max_waiting: int = 256
     deadline_s: float = 30.0
     stuck_s: float = 60.0
+    log_level: str = "info"
+    chunk_expiry_ms: float | None = None
 
 
 class PolicyService:
@@ -50,14 +54,17 @@ class PolicyService:
         runner: the policy; `contract` and `version` are what clients see of it.
         settings: the limits.
         metrics: what was counted.
+        distribution: how what was asked compares with the training data; None where nothing is known of that.
     """
 
     def __init__(self, name: str, runner: ServedRunner, settings: ServeSettings, replica: str = "local") -> None:
         """Take a runner that is loaded and warm."""
         self.name = name
+        self.replica = replica
         self.runner = runner
         self.settings = settings
-        self.metrics = Metrics(replica, name, runner.version)
+        self.distribution = Distribution.of(runner)
+        self.metrics = Metrics(replica, name, runner.version, self.distribution)
         self._batcher = Batcher(
             runner, max_batch=settings.max_batch, wait_s=settings.batch_wait_s, max_waiting=settings.max_waiting
         )
@@ -77,13 +84,22 @@ class PolicyService:
             "robot": None if robot is None else robot.model_dump(mode="json"),
         }
 
-    async def act(self, request: ActRequest, *, transport: str, received: float) -> Answer:
-        """Check, act and count.
+    @property
+    def expires_in_ms(self) -> float:
+        """How long a chunk may be executed, from when it is answered: clocks of two hosts are never compared."""
+        given, contract = self.settings.chunk_expiry_ms, self.runner.contract
+        return contract.action_horizon / contract.rate_hz * 1e3 if given is None else given
+
+    def status(self) -> dict[str, Any]:
+        """`describe`, and how what this replica was asked compares with the training data."""
+        return {**self.describe(), "distribution": None if self.distribution is None else self.distribution.to_json()}
+
+    async def act(self, request: ActRequest, *, read: float) -> Answer:
+        """Check and act; `answered` counts it once it is encoded.
 
         Args:
             request: as decoded.
-            transport: "http" or "websocket", for the metrics.
-            received: `perf_counter()` when the first byte was there, so that decoding counts as wire time.
+            read: `perf_counter()` when all of its bytes were there, and decoding began.
 
         Raises:
             RequestError: the observation does not fit the contract (422), too many requests wait (503), the policy did
@@ -96,6 +112,8 @@ class PolicyService:
             observation = contract.check_observation(asked)
         except ContractError as error:
             raise RequestError(422, "observation", str(error)) from error
+        self._watch(observation)
+        preprocess_s = perf_counter() - read
         try:
             async with asyncio.timeout(self.settings.deadline_s):
                 answer = await self._batcher.act(observation, request.seed, request.step or 0)
@@ -112,11 +130,36 @@ class PolicyService:
             raise internal_error(error) from error
         if answer.malformed:
             self.metrics.malformed(answer.malformed)
-        wire_s = max(0.0, perf_counter() - received - answer.queue_s - answer.model_s)
-        self.metrics.answered(
-            transport, wire_s=wire_s, queue_s=answer.queue_s, model_s=answer.model_s, batch_size=answer.batch_size
-        )
-        return answer
+        return replace(answer, preprocess_s=preprocess_s)
+
+    def answered(self, answer: Answer, transport: str, received: float) -> None:
+        """Count an answer that is encoded.
+
+        Args:
+            answer: what was sent.
+            transport: "http", "websocket" or "oip".
+            received: `perf_counter()` when the request began to arrive.
+        """
+        self.metrics.answered(transport, parts(answer, perf_counter() - received), answer.batch_size)
+        log_answered()
+
+    def _watch(self, observation: dict[str, Any]) -> None:
+        if self.distribution is None:
+            return
+        for name in self.distribution.observe(observation):
+            watched = self.distribution.features[name]
+            event = ("out_of_distribution", "back_in_distribution")[not watched.alarm]
+            level = logging.WARNING if watched.alarm else logging.INFO
+            write(level, event, {**self.about(), "request_id": request_id(), "feature": name, **watched.to_json()})
+
+    def refused(self, reason: str, status: int) -> None:
+        """Count and log a request that is refused; see `Metrics.refused`."""
+        self.metrics.refused(reason)
+        log_refused(reason, status)
+
+    def about(self) -> dict[str, str]:
+        """What each line of the log says of it."""
+        return {"policy": self.name, "version": self.runner.version, "replica": self.replica}
 
     def close(self) -> None:
         """Answer what waits and end the thread."""
@@ -124,19 +167,22 @@ class PolicyService:
 
 
 def internal_error(error: Exception) -> RequestError:
-    """Log a bug with its traceback under a new id, and give the client the id alone."""
-    request_id = uuid.uuid4().hex[:12]
-    logger.error("request %s failed", request_id, exc_info=error)
-    return RequestError(500, "internal", f"internal error; request id {request_id} is in the server's log")
+    """Log a bug with its traceback, and give the client the request's id alone."""
+    identity = log_internal_error(error)
+    return RequestError(500, "internal", f"internal error; request id {identity} is in the server's log")
+
+
+def parts(answer: Answer, total_s: float) -> dict[str, float]:
+    """Seconds of an answer by each of `metrics.PARTS`; together they are `total_s`."""
+    known = {"preprocess": answer.preprocess_s, "queue": answer.queue_s, "model": answer.model_s}
+    return {**known, "wire": max(0.0, total_s - sum(known.values()))}
 
 
 def timing(answer: Answer, received: float) -> dict[str, float]:
-    """Milliseconds since `received` (perf_counter), split as the metrics are."""
-    total, queue_ms, model_ms = (perf_counter() - received) * 1e3, answer.queue_s * 1e3, answer.model_s * 1e3
-    return {
-        "total_ms": total,
-        "queue_ms": queue_ms,
-        "model_ms": model_ms,
-        "wire_ms": max(0.0, total - queue_ms - model_ms),
-        "batch_size": answer.batch_size,
-    }
+    """Milliseconds since `received` (perf_counter), split as the metrics are.
+
+    An answer cannot hold the time of its own encoding: its wire_ms lacks that, and the metrics' has it.
+    """
+    total_s = perf_counter() - received
+    split = {f"{name}_ms": seconds * 1e3 for name, seconds in parts(answer, total_s).items()}
+    return {"total_ms": total_s * 1e3, **split, "batch_size": answer.batch_size}

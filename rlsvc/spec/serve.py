@@ -59,6 +59,10 @@ class ServeSpec(Spec):
     """Largest request, MiB."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Longest that a request may take."""
+    chunk_expiry_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """How long a chunk may be executed from when it is answered; null for as long as its actions last."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the JSON lines that a replica writes; debug has one for every answer."""
 
     @property
     def fewest(self) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from serving_fakes import CONTRACT
 
-from rlsvc.client import AsyncChunkedPolicy, ChunkedPolicy, PolicyUnavailableError, Reply
+from rlsvc.client import AsyncChunkedPolicy, ChunkedPolicy, PolicyUnavailableError, Reply, chunked
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import ContractError, UserError
 
@@ -24,13 +24,14 @@ class FakeClient:
         self.contract = contract
         self.asked = []
         self.down = False
+        self.expires_in_ms = None
 
     def act(self, observation, *, seed, step):
         if self.down:
             raise PolicyUnavailableError("down")
         self.asked.append((observation["observation.state"].tolist(), seed, step))
         chunk = np.stack([[len(self.asked) - 1, h] for h in range(self.contract.action_horizon)])
-        return Reply(chunk.astype(np.float32), "1")
+        return Reply(chunk.astype(np.float32), "1", expires_in_ms=self.expires_in_ms)
 
 
 class AsyncFakeClient(FakeClient):
@@ -62,6 +63,56 @@ def test_a_robots_policy_is_asked_as_often_as_its_runtime_asks_unless_another_nu
     assert [h for _, h in run(client, 5, n_execute=2)] == [0, 1, 0, 1, 0]
     with pytest.raises(UserError, match="n_execute: got 0"):
         ChunkedPolicy(client, n_execute=0)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The client's clock, s, in a list of one."""
+    time = [100.0]
+    monkeypatch.setattr(chunked, "monotonic", lambda: time[0])
+    return time
+
+
+def test_a_chunk_that_got_too_old_is_dropped_and_the_policy_asked_anew(now):
+    client = FakeClient(WINDOWED)
+    client.expires_in_ms = 400.0
+    policy, actions = ChunkedPolicy(client), []
+    for wait_s in (0.1, 0.1, 0.5, 0.1, 0.1):
+        actions.append(policy.act({"observation.state": [0.0]}).tolist())
+        now[0] += wait_s
+    assert actions == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1]]
+    assert [step for _, _, step in client.asked] == [0, 3]
+
+
+def test_a_loop_at_the_contracts_rate_executes_whole_chunks(now):
+    client = FakeClient(WINDOWED)
+    client.expires_in_ms = 400.0
+    policy, actions = ChunkedPolicy(client), []
+    for _ in range(5):
+        actions.append(policy.act({"observation.state": [0.0]}).tolist())
+        now[0] += 0.1
+    assert actions == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0]]
+
+
+@pytest.mark.parametrize(("expires_in_ms", "expire"), [(400.0, False), (None, True)])
+def test_a_chunk_does_not_expire_in_simulated_time_or_where_the_server_does_not_say_it(now, expires_in_ms, expire):
+    client = FakeClient(WINDOWED)
+    client.expires_in_ms = expires_in_ms
+    policy = ChunkedPolicy(client, expire=expire)
+    for h in range(4):
+        assert policy.act({"observation.state": [0.0]}).tolist() == [0, h]
+        now[0] += 1000.0
+
+
+def test_a_policy_that_cannot_be_asked_anew_gives_no_action_of_the_old_chunk(now):
+    client = FakeClient(WINDOWED)
+    client.expires_in_ms = 400.0
+    policy = ChunkedPolicy(client)
+    policy.act({"observation.state": [0.0]})
+    now[0], client.down = now[0] + 0.5, True
+    for _ in range(2):
+        with pytest.raises(PolicyUnavailableError):
+            policy.act({"observation.state": [0.0]})
 
 
 @pytest.mark.parametrize("n", [0, 5, -1])

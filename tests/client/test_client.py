@@ -80,6 +80,7 @@ def test_a_client_learns_the_contract_and_gets_actions(make_client, transport):
         assert reply.action.dtype == np.float32
         assert reply.version == "fake-1"
         assert reply.timing["model_ms"] > 0
+        assert reply.expires_in_ms == 400.0
 
 
 def test_a_bad_observation_is_refused_before_it_is_sent(make_client, transport):
@@ -346,6 +347,9 @@ def test_a_message_in_pieces_is_put_together(make_client):
         ({"action": np.zeros((4, 2), np.int32)}, ServerFaultError, "the contract says"),
         ({"action": "x"}, ServerFaultError, "the contract says"),
         ({}, ServerFaultError, "the contract says"),
+        ({"action": np.zeros((4, 2)), "expires_in_ms": float("nan")}, ServerFaultError, "expires_in_ms is nan"),
+        ({"action": np.zeros((4, 2)), "expires_in_ms": "soon"}, ServerFaultError, "expires_in_ms is soon"),
+        ({"action": np.zeros((4, 2)), "expires_in_ms": True}, ServerFaultError, "expires_in_ms is True"),
         ([], PolicyUnavailableError, "answered with a list"),
         ({"error": "busy", "status": 503}, PolicyUnavailableError, "busy"),
         ({"error": "no", "status": 422}, RefusedError, "no"),

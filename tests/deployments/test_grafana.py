@@ -4,15 +4,33 @@ import json
 import re
 from pathlib import Path
 
-from rlsvc.serve.metrics import Metrics
+import numpy as np
+
+from rlsvc.core.contract import Contract, Feature
+from rlsvc.data.normalize import Stats
+from rlsvc.serve.distribution import Distribution
+from rlsvc.serve.metrics import PARTS, Metrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "deployments" / "grafana" / "rlsvc.json").read_text())
 
 
+class Trained:
+    """A runner that knows what its policy was trained on."""
+
+    contract = Contract({"joints": Feature((2,), "float32")}, Feature((2,), "float32"), 10.0, 1, 1)
+
+    def training_statistics(self) -> dict[str, Stats]:
+        zero = np.zeros(2)
+        return {"joints": Stats(zero, zero, zero, zero, zero, zero, 3)}
+
+    def encode(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x
+
+
 def exported() -> dict[str, set[str]]:
     """Sample name -> its labels, once every counter has moved."""
-    metrics = Metrics("replica", "policy", "version")
-    metrics.answered("http", wire_s=0.1, queue_s=0.1, model_s=0.1, batch_size=1)
+    metrics = Metrics("replica", "policy", "version", Distribution(Trained()))
+    metrics.answered("http", dict.fromkeys(PARTS, 0.1), 1)
     metrics.refused("overload")
     metrics.malformed("length")
     return {sample.name: set(sample.labels) for family in metrics.registry.collect() for sample in family.samples}

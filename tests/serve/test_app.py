@@ -14,6 +14,8 @@ from serving_fakes import CONTRACT, POISON, SMALL_CONTRACT, FakeRunner, expected
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+import rlsvc.serve.app as application
+import rlsvc.serve.service as service_module
 from rlsvc.core.contract import Contract
 from rlsvc.core.types import MALFORMED, ActionChunk
 from rlsvc.core.wire import pack, unpack
@@ -55,10 +57,24 @@ def test_json_lists_and_msgpack_give_the_same_action(client):
     assert answer.headers["content-type"] == "application/json"
     np.testing.assert_array_equal(answer.json()["action"], want)
     assert answer.json()["version"] == "fake-1"
-    assert answer.json()["timing"].keys() == {"total_ms", "queue_ms", "model_ms", "wire_ms", "batch_size"}
+    assert answer.json()["expires_in_ms"] == 400.0  # 4 actions at 10 a second
+    parts = {"preprocess_ms", "queue_ms", "model_ms", "wire_ms"}
+    assert answer.json()["timing"].keys() == {"total_ms", *parts, "batch_size"}
     answer = post(client, {"observation": observation(), "seed": 5, "step": 16}, MSGPACK)
     assert answer.headers["content-type"] == "application/msgpack"
     np.testing.assert_array_equal(unpack(answer.content)["action"], want)
+    assert unpack(answer.content)["expires_in_ms"] == 400.0
+
+
+def test_how_long_a_chunk_may_be_executed_is_a_setting(runner):
+    with service_of(runner, chunk_expiry_ms=150.0) as service, TestClient(build_app(service)) as client:
+        assert post(client, {"observation": as_lists(observation())}).json()["expires_in_ms"] == 150.0
+        with client.websocket_connect("/") as socket:
+            socket.receive_bytes()
+            socket.send_bytes(pack({"observation": observation()}))
+            assert unpack(socket.receive_bytes())["expires_in_ms"] == 150.0
+            socket.send_bytes(pack(observation()))
+            assert "expires_in_ms" not in unpack(socket.receive_bytes())  # openpi's protocol has no such thing
 
 
 def test_json_takes_base64_arrays(client):
@@ -326,8 +342,54 @@ def test_metrics_count_answers_and_refusals(client):
     assert 'rlsvc_requests_total{policy="fake",replica="local",transport="http"} 1.0' in lines
     assert 'rlsvc_refused_total{policy="fake",reason="observation",replica="local"} 1.0' in lines
     assert 'rlsvc_refused_total{policy="fake",reason="malformed",replica="local"} 1.0' in lines
-    for part in ("wire", "queue", "model"):
+    for part in ("preprocess", "wire", "queue", "model"):
         assert f'rlsvc_latency_seconds_count{{part="{part}",policy="fake",replica="local"}} 1.0' in lines
+
+
+def test_decoding_and_checking_are_preprocessing_and_reading_and_encoding_are_wire(client, monkeypatch):
+    now = [0.0]
+
+    def taking(seconds, call):
+        def slow(*args):
+            now[0] += seconds
+            return call(*args)
+
+        return slow
+
+    for module in (application, service_module):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(application, "read_body", taking(100.0, application.read_body))
+    monkeypatch.setattr(application, "decode_request", taking(2000.0, application.decode_request))
+    monkeypatch.setattr(Contract, "check_observation", taking(3000.0, Contract.check_observation))
+    monkeypatch.setattr(application, "encode", taking(40_000.0, application.encode))
+    timing = post(client, {"observation": as_lists(observation())}).json()["timing"]
+    assert timing["preprocess_ms"] == 5e6
+    assert timing["wire_ms"] == pytest.approx(1e5, abs=1e4)  # less what the batch took, which is real time
+    assert timing["total_ms"] == sum(timing[f"{part}_ms"] for part in ("preprocess", "queue", "model", "wire"))
+    text = client.get("/metrics").text
+    assert 'rlsvc_latency_seconds_sum{part="preprocess",policy="fake",replica="local"} 5000.0' in text
+    wire = re.search(r'rlsvc_latency_seconds_sum{part="wire",policy="fake",replica="local"} (.*)', text)
+    assert float(wire[1]) == pytest.approx(40_100, abs=10)
+
+
+def test_the_parts_of_an_answers_time_are_the_whole_over_every_protocol(client):
+    with client.websocket_connect("/") as socket:
+        socket.receive_bytes()
+        socket.send_bytes(pack({"observation": observation()}))
+        timing = unpack(socket.receive_bytes())["timing"]
+    assert timing["preprocess_ms"] > 0
+    assert timing["total_ms"] == pytest.approx(
+        sum(timing[f"{part}_ms"] for part in ("preprocess", "queue", "model", "wire"))
+    )
+    lines = client.get("/metrics").text.splitlines()
+    assert 'rlsvc_requests_total{policy="fake",replica="local",transport="websocket"} 1.0' in lines
+    assert 'rlsvc_latency_seconds_count{part="preprocess",policy="fake",replica="local"} 1.0' in lines
+
+
+def test_routes_that_are_not_there_are_counted_under_one_reason(client):
+    for path in ("/a", "/b", "/v1/c"):
+        client.get(path)
+    assert 'rlsvc_refused_total{policy="fake",reason="route",replica="local"} 3.0' in client.get("/metrics").text
 
 
 def test_the_openapi_page_has_an_example_that_the_server_takes(client):

@@ -1,5 +1,6 @@
 """A policy on a real Ray Serve: openpi's own client, batching, limits, and a replica that dies or stops."""
 
+import json
 import os
 import signal
 import threading
@@ -90,6 +91,20 @@ def test_json_and_msgpack_over_http(served):
     assert httpx.post(url, json={"observation": {}}).status_code == 422
     assert httpx.post(f"http://{served}/v1/policies/fak/act", json={}).status_code == 404
     assert "rlsvc_requests_total" in httpx.get(f"http://{served}/metrics").text
+
+
+@pytest.mark.ray
+def test_a_replica_logs_json_lines_under_the_ids_that_answers_bring_back_once(served):
+    answer = httpx.get(f"http://{served}/v1/policies/nobody", headers={"x-request-id": "robot-7"})
+    assert answer.headers.get_list("x-request-id") == ["robot-7"]
+    assert answer.json()["request_id"] == "robot-7"
+    made = httpx.get(f"http://{served}/v1/policies/nobody")
+    assert made.headers.get_list("x-request-id") == [made.json()["request_id"]]
+    written = Path(f"/proc/{replica_of(served).pid}/fd/2").resolve().read_text().splitlines()
+    lines = [json.loads(line) for line in written if line.startswith("{")]
+    assert lines[0]["event"] == "started"
+    assert lines[0]["replica"] == lines[-1]["replica"] != "local"
+    assert [line["request_id"] for line in lines[-2:]] == ["robot-7", made.json()["request_id"]]
 
 
 @pytest.mark.ray

@@ -1,9 +1,11 @@
 """API keys: what is kept of them, and that every route lets in those alone that it should."""
 
+import contextlib
 import datetime
 import json
 import re
 
+import numpy as np
 import pytest
 from serving_fakes import SMALL_CONTRACT, FakeRunner, service_of, serving
 from starlette.responses import JSONResponse
@@ -13,9 +15,11 @@ from typer.testing import CliRunner
 
 from rlsvc.cli import app as cli
 from rlsvc.client import ClientOptions, PolicyClient
-from rlsvc.client.protocol import RefusedError
+from rlsvc.client.protocol import PolicyUnavailableError, RefusedError
 from rlsvc.core.errors import NotFoundError, UserError
+from rlsvc.core.wire import pack, unpack
 from rlsvc.serve.app import build_app
+from rlsvc.serve.bucket import TokenBucket
 from rlsvc.serve.episodes import EpisodeInbox, add_episode_routes
 from rlsvc.serve.keys import ROLES, ROUTES, Authenticated, Keys, new_key, read_file, role_of, write_file
 
@@ -97,6 +101,128 @@ def test_a_refusal_says_which_role_is_lacking_and_never_the_key(client, issued):
     assert "rlsvc_secret" not in answer.text
 
 
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory):
+    """A client of a server, and by role a key with limits of a request in 1,000 s and of 1 KiB, each used once."""
+    made = {role: new_key(role, (role,), requests_per_s=0.001, max_body_mb=2**-10) for role in ROLES}
+    with service_of(FakeRunner(SMALL_CONTRACT)) as service:
+        app = build_app(service, Keys(tuple(kept for _, kept in made.values())))
+        add_episode_routes(app, EpisodeInbox(tmp_path_factory.mktemp("inbox"), lambda path: None, 10_000))
+        with TestClient(app) as client:
+            keys = {role: key for role, (key, _) in made.items()}
+            for method, path, role in {role: (method, path, role) for method, path, role in HTTP if role}.values():
+                assert client.request(method, path, headers=of(keys[role])).status_code != 429
+            yield client, keys
+
+
+@pytest.mark.parametrize(("method", "path", "role"), HTTP)
+def test_every_route_that_asks_for_a_key_refuses_one_that_asks_too_often(limited, method, path, role):
+    client, keys = limited
+    answer = client.request(method, path, headers=of(keys[role or "read"]))
+    if role is None:
+        assert answer.status_code == 200
+        return
+    assert answer.status_code == 429
+    assert 990 < int(answer.headers["retry-after"]) <= 1000
+    assert answer.json()["reason"] == "rate"
+    assert f"key '{role}' may send 0.001 requests a second; try again in" in answer.json()["error"]
+
+
+def test_keys_have_their_limits_apart_and_refusals_are_counted():
+    first, second = (new_key(name, ("read",), requests_per_s=0.001) for name in ("a", "b"))
+    with (
+        service_of(FakeRunner(SMALL_CONTRACT)) as service,
+        TestClient(build_app(service, Keys((first[1], second[1])))) as client,
+    ):
+        statuses = [client.get("/v1/policies", headers=of(key)).status_code for key in (first[0], first[0], second[0])]
+        assert statuses == [200, 429, 200]
+        assert b'rlsvc_refused_total{policy="fake",reason="rate",replica="local"} 1.0' in service.metrics.render()
+
+
+@pytest.mark.parametrize(("method", "path", "role"), [route for route in HTTP if route[0] in ("POST", "PUT")])
+def test_every_route_that_takes_a_body_holds_a_key_to_its_size(tmp_path, method, path, role):
+    small, large = (new_key(name, (role,), max_body_mb=size) for name, size in (("small", 2**-10), ("large", None)))
+    with service_of(FakeRunner(SMALL_CONTRACT)) as service:
+        app = build_app(service, Keys((small[1], large[1])))
+        add_episode_routes(app, EpisodeInbox(tmp_path, lambda path: None, 10_000))
+        with TestClient(app) as client:
+            kind = {"content-type": "application/json"}
+            body = b"[" + b" " * 1024
+            refused = client.request(method, path, content=body, headers=kind | of(small[0]))
+            assert refused.status_code == 413
+            assert "larger than 1024 bytes" in refused.json()["error"]
+            assert client.request(method, path, content=body, headers=kind | of(large[0])).status_code in (400, 422)
+
+
+def test_messages_of_a_websocket_are_requests_and_held_to_the_size():
+    key, kept = new_key("arm", ("act",), requests_per_s=0.001, max_body_mb=2**-10)
+    fits = {"observation.state": np.ones((1, 3), np.float32)}
+    with (
+        service_of(FakeRunner(SMALL_CONTRACT)) as service,
+        TestClient(build_app(service, Keys((kept,)))) as client,
+        client.websocket_connect("/", headers=of(key)) as socket,
+    ):
+        socket.receive_bytes()
+        socket.send_bytes(pack({"observation": fits}))
+        assert "action" in unpack(socket.receive_bytes())
+        socket.send_bytes(pack({"observation": fits}))
+        answer = unpack(socket.receive_bytes())
+        assert (answer["status"], answer["reason"]) == (429, "rate")
+        socket.send_bytes(pack(fits))
+        assert "may send 0.001 requests a second" in socket.receive_text()
+        socket.send_bytes(pack({"observation": fits, "padding": "x" * 1024}))
+        assert "1024 are the limit here" in socket.receive_text()
+
+
+@pytest.mark.parametrize("transport", ["ws", "http"])
+def test_the_client_tries_again_what_came_too_often_and_then_says_so(transport):
+    # Over HTTP the client's first request is for the contract.
+    key, kept = new_key("robot", ("read", "act"), requests_per_s=0.001)
+    options = ClientOptions(key=key, timeout_s=5.0, retries=1, backoff_s=0.0)
+    with serving(FakeRunner(SMALL_CONTRACT), keys=Keys((kept,))) as url, contextlib.ExitStack() as stack:
+        client = stack.enter_context(PolicyClient(url, transport=transport, options=options))
+        if transport == "ws":
+            client.act({"observation.state": [[1, 2, 3]]})
+        with pytest.raises(PolicyUnavailableError, match=r"may send 0\.001 requests a second"):
+            client.act({"observation.state": [[1, 2, 3]]})
+
+
+def test_a_bucket_lets_a_burst_through_and_then_its_rate():
+    now = [0.0]
+    bucket = TokenBucket(2.0, 3.0, clock=lambda: now[0])
+    assert [bucket.take() for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    now[0] = 0.25
+    assert bucket.take() == 0.25
+    now[0] = 0.5
+    assert [bucket.take(), bucket.take()] == [0.0, 0.5]
+    now[0] = 1000.0  # a pause fills no more than the burst
+    assert [bucket.take() == 0.0 for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("limit", [{"requests_per_s": 0}, {"max_body_mb": -1.0}, {"requests_per_s": float("nan")}])
+def test_a_limit_that_is_none_is_refused(tmp_path, limit):
+    with pytest.raises(UserError, match="expected a number above 0"):
+        new_key("arm", ("act",), **limit)
+    file = tmp_path / "keys.json"
+    stored = {"id": "a", "name": "x", "roles": ["act"], "sha256": "0" * 64, **limit}
+    file.write_text(json.dumps({"keys": [stored]}))
+    file.chmod(0o600)
+    with pytest.raises(UserError, match="expected a number above 0"):
+        Keys.read(file)
+
+
+def test_refused_keys_are_counted(client, issued):
+    def count():
+        text = client.get("/metrics", headers=of(issued[0]["read"])).text
+        found = re.search(r'^rlsvc_refused_total{policy="fake",reason="key",replica="local"} (.*)$', text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    before = count()
+    client.get("/v1/policies")
+    client.post("/v1/policies/fake/act", headers=of(issued[0]["read"]))
+    assert count() == before + 2
+
+
 def test_openpis_way_of_sending_a_key_is_taken(issued):
     key = issued[0]["act"]
     assert issued[1].find(f"Api-Key {key}").name == "act"
@@ -158,7 +284,12 @@ def test_keys_are_made_listed_and_removed_from_the_command_line(tmp_path):
     made = run.invoke(cli, ["keys", "add", "arm", "--role", "act", "--role", "record", "--file", str(file)])
     key = made.stdout.strip()
     assert Keys.read(file).find(f"Bearer {key}").roles == ("act", "record")
+    limits = ["--requests-per-s", "12.5", "--max-body-mb", "3"]
+    run.invoke(cli, ["keys", "add", "slow", "--role", "act", *limits, "--file", str(file)])
+    assert [(key.requests_per_s, key.max_body_mb) for key in Keys.read(file).keys] == [(None, None), (12.5, 3.0)]
     listed = run.invoke(cli, ["keys", "list", "--file", str(file)]).stdout
+    assert "12.5" in listed
+    run.invoke(cli, ["keys", "remove", "slow", "--file", str(file)])
     assert "arm" in listed
     assert key not in listed
     again = run.invoke(cli, ["keys", "add", "arm", "--role", "act", "--file", str(file)])

@@ -74,6 +74,7 @@ def test_tritons_client_gets_the_actions_as_json_and_as_bytes(client, binary_in,
     response = answer.get_response()
     assert (response["id"], response["model_name"], response["model_version"]) == ("r1", "fake", "fake-1")
     assert response["parameters"]["batch_size"] == 1
+    assert response["parameters"]["expires_in_ms"] == 400.0
     assert ("data" in response["outputs"][0]) != binary_out
 
 
