@@ -324,7 +324,7 @@ def test_roles_are_asked_for_below_the_prefix_of_an_application():
     async def inner(scope, receive, send):
         await JSONResponse({})(scope, receive, send)
 
-    client = TestClient(Authenticated(inner, Keys((kept,))), root_path="/arm")
+    client = TestClient(Authenticated(inner, Keys((kept,)), lambda reason, status: None), root_path="/arm")
     headers = {"Authorization": f"Bearer {reader}"}
     assert client.get("/arm/healthz").status_code == 200
     assert client.get("/arm/metrics").status_code == 401
