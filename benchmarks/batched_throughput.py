@@ -16,7 +16,6 @@ differ by TOLERANCE of the actions' range, which is what another batch shape doe
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import multiprocessing
 import os
 import statistics
@@ -102,23 +101,17 @@ def alone(path: Path, device: str, answer: Connection) -> None:
     answer.send(np.asarray(answers))
 
 
-def serve_openpi(source: str, port: int, path: Path, device: str) -> None:
+def serve_peer(source: str, port: int, path: Path, device: str) -> None:
     """Run openpi's server around the same policy; in a process of its own."""
-    file = Path(source) / "openpi" / "serving" / "websocket_policy_server.py"
-    spec = importlib.util.spec_from_file_location("openpi_websocket_policy_server", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    from serving_overhead import serve_openpi
+
     runner = runner_of(path, device)
     zero = np.zeros(1, np.int64)
 
-    class Policy:
-        def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
-            chunk = runner.act({key: value[None] for key, value in observation.items()}, zero, zero)
-            return {"actions": chunk.action[0]}
+    def infer(observation: dict[str, Any]) -> np.ndarray:
+        return runner.act({key: value[None] for key, value in observation.items()}, zero, zero).action[0]
 
-    module.WebsocketPolicyServer(Policy(), host="127.0.0.1", port=port, metadata={}).serve_forever()
+    serve_openpi(source, port, infer)
 
 
 def ours(url: str, client: int) -> Callable[[int], np.ndarray]:
@@ -242,7 +235,7 @@ def main() -> int:
         )
         stack.enter_context(ray_for_serving(deployment))
         start(deployment)
-        peer = context.Process(target=serve_openpi, args=(args.openpi_src, peer_port, path, device), daemon=True)
+        peer = context.Process(target=serve_peer, args=(args.openpi_src, peer_port, path, device), daemon=True)
         peer.start()
         stack.callback(peer.kill)
         wait_for(peer_port)

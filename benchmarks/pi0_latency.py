@@ -10,15 +10,19 @@ outside this project, with bf16 weights as it loads them for acting; it always c
 `--rounds` times; the figure is the median of the rounds' medians.
 
 The breakdown times the parts alone (tower, backbone over the prefix, one Euler step); the floors are the products' work
-at the card's dense bf16 rate, and the bytes of weights and keys at its memory's rate.
+at the card's dense bf16 rate, and the bytes of weights and keys at its memory's rate. `--profile` counts the kernels of
+a chunk, and says how long they keep the card busy and which take longest.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +131,27 @@ def median_ms(call: Callable[[], Any], repeats: int = 30) -> float:
     return statistics.median(times)
 
 
+def kernels(act: Callable[[], Any], calls: int = 5) -> dict[str, tuple[float, float]]:
+    """Microseconds and number of each kernel in one call, by name, out of JAX's profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                act()
+        (file,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    named = [e for e in events if e.get("ph") == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
+    streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
+    found: dict[str, tuple[float, float]] = {}
+    for event in events:
+        place = processes.get(event.get("pid"), "")
+        stream = streams.get((event.get("pid"), event.get("tid")), "")
+        if event.get("ph") == "X" and "GPU" in place and "Stream" in stream:
+            us, count = found.get(event["name"], (0.0, 0.0))
+            found[event["name"]] = (us + event["dur"] / calls, count + 1 / calls)
+    return found
+
+
 def gemma_weights(size: GemmaSpec) -> int:
     """Weights of the products of all layers."""
     heads = (size.heads + 2 * size.kv_heads) * size.head_dim
@@ -232,6 +257,7 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, default=8, help="of the throughput that is printed besides; 0 leaves it out"
     )
+    parser.add_argument("--profile", action="store_true", help="also which kernels a chunk is made of")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to try the script; nothing is stored")
     args = parser.parse_args()
     gpu = setup_jax() == "gpu"
@@ -266,6 +292,12 @@ def main() -> None:
                 write_result(f"pi0_speedup_{whose}", peer[0] / median, "ratio", peer=name, peer_value=peer[0], **kw)
         for name, ms in ours.parts().items():
             print(f"    {name}: {ms:.2f} ms", flush=True)
+        if args.profile:
+            found = sorted(kernels(ours.act_ms).items(), key=lambda item: -item[1][0])
+            busy, count = sum(us for _, (us, _) in found), sum(count for _, (_, count) in found)
+            print(f"    {count:.0f} kernels keep the card busy for {busy / 1e3:.2f} ms", flush=True)
+            for name, (us, count) in found[:20]:
+                print(f"      {us:8.0f} us, {count:5.0f} times: {name[:90]}", flush=True)
         flop, read = floors(spec, views)
         rates = next((rates for name, rates in RATES.items() if name in card), None)
         if rates is not None:

@@ -115,8 +115,13 @@ def openpi_client(url: str, observation: dict[str, np.ndarray]) -> Call:
     return lambda: policy.infer(observation)
 
 
-def serve_openpi(source: str, port: int) -> None:
-    """Run openpi's server around a policy that answers zeros; runs in a process of its own."""
+def zeros(observation: dict[str, Any]) -> np.ndarray:
+    """The policy that does nothing, [16, 7] float32."""
+    return np.zeros((16, 7), np.float32)
+
+
+def serve_openpi(source: str, port: int, infer: Callable[[dict[str, Any]], np.ndarray]) -> None:
+    """Run openpi's server around a function from an observation to actions, in a process of its own."""
     path = Path(source) / "openpi" / "serving" / "websocket_policy_server.py"
     spec = importlib.util.spec_from_file_location("openpi_websocket_policy_server", path)
     assert spec is not None
@@ -124,11 +129,11 @@ def serve_openpi(source: str, port: int) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    class Zero:
+    class Policy:
         def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
-            return {"actions": np.zeros((16, 7), np.float32)}
+            return {"actions": infer(observation)}
 
-    module.WebsocketPolicyServer(Zero(), host="127.0.0.1", port=port, metadata={}).serve_forever()
+    module.WebsocketPolicyServer(Policy(), host="127.0.0.1", port=port, metadata={}).serve_forever()
 
 
 def measure(calls: dict[str, Call], requests: int, rounds: int, slow: set[str]) -> dict[str, np.ndarray]:
@@ -232,7 +237,7 @@ def main() -> None:
             }
             if options.openpi_src is not None:
                 peer = multiprocessing.get_context("spawn").Process(
-                    target=serve_openpi, args=(options.openpi_src, theirs), daemon=True
+                    target=serve_openpi, args=(options.openpi_src, theirs, zeros), daemon=True
                 )
                 peer.start()
                 stack.callback(peer.kill)

@@ -12,13 +12,13 @@ Letters: N steps, S side of the image.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+
+from rlsvc.envs.demonstrations import of_script, write_from_command_line
 
 DISC, POINT, REACHED, STEP, MAX_STEPS, RATE_HZ = 0.07, 0.03, 0.06, 0.05, 80, 10
 TOUCH = DISC + POINT
@@ -105,38 +105,10 @@ class PlanarPush(gymnasium.Env):
 
 def demonstrations(episodes: int, seed: int = 0, noise: float = 0.1) -> dict[str, np.ndarray]:
     """A replay buffer of the script: columns [N, ...] by LeRobot's names, and `episode_ends`."""
-    env, rng = PlanarPush(), np.random.default_rng(seed)
-    states, actions, ends = [], [], []
-    for _ in range(episodes):
-        observation, _ = env.reset(seed=int(rng.integers(2**31)))
-        done = False
-        while not done:
-            action = env.expert(rng, noise)
-            states.append(observation)
-            actions.append(action)
-            observation, _, terminated, truncated, _ = env.step(action)
-            done = terminated or truncated
-        ends.append(len(actions))
-    return {
-        "observation.state": np.stack(states),
-        "action": np.stack(actions),
-        "episode_ends": np.asarray(ends),
-        "fps": np.asarray(float(RATE_HZ)),
-    }
-
-
-def main() -> None:
-    """Write demonstrations."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--episodes", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(args.path, **demonstrations(args.episodes, args.seed))  # pyright: ignore[reportArgumentType]
+    return of_script(PlanarPush(), RATE_HZ, episodes, seed, noise)
 
 
 gymnasium.register("rlsvc/PlanarPush-v0", "rlsvc.envs.planar_push:PlanarPush")
 
 if __name__ == "__main__":
-    main()
+    write_from_command_line(__doc__, demonstrations, 20)

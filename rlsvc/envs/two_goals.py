@@ -12,13 +12,13 @@ Letters: N steps, S side of the image.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+
+from rlsvc.envs.demonstrations import write_from_command_line
 
 COLORS = {"red": (220, 40, 40), "blue": (40, 70, 230)}
 AGENT, BACKGROUND = (20, 20, 20), (235, 235, 235)
@@ -124,18 +124,7 @@ def demonstrations(episodes: int, seed: int = 0, size: int = 24) -> dict[str, An
     }
 
 
-def main() -> None:
-    """Write demonstrations."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--episodes", type=int, default=1500)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(args.path, **demonstrations(args.episodes, args.seed))
-
-
 gymnasium.register("rlsvc/TwoGoals-v0", "rlsvc.envs.two_goals:TwoGoals")
 
 if __name__ == "__main__":
-    main()
+    write_from_command_line(__doc__, demonstrations, 1500)

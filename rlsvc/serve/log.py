@@ -32,7 +32,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlsvc.serve.bucket import TokenBucket
 
-LEVELS = ("debug", "info", "warning", "error")
 HEADER = "X-Request-Id"
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 1.0, 100.0
 """Of lines about refusals: whoever is refused all day fills no disk. /metrics counts all of them."""
@@ -60,7 +59,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json(level: str) -> None:
-    """Write what rlsvc logs in this process to standard error, as JSON, from this one of `LEVELS` up."""
+    """Write what rlsvc logs in this process to standard error, as JSON, from a level (of ServeSettings) up."""
     # Ray Serve may have put a logger of its own in place of sys.stderr, which writes a prefix before each line.
     handler = logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(JsonFormatter())

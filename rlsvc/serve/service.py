@@ -31,7 +31,7 @@ class ServeSettings:
         max_waiting: requests waiting beyond which more are refused with 503.
         deadline_s: longest that a request may take before it is answered with 504.
         stuck_s: a batch that takes longer makes the replica unhealthy, and Serve replaces it.
-        log_level: of the lines that a replica writes, one of `log.LEVELS`.
+        log_level: of the lines that a replica writes: debug, info, warning or error.
         chunk_expiry_ms: how long a chunk may be executed from when it is answered; None for as long as its actions last
             at the contract's rate.
     """

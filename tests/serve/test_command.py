@@ -18,32 +18,17 @@ import numpy as np
 import psutil
 import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from serving_fakes import SMALL_CONTRACT, FakeRunner, observation, serving
+from serving_fakes import FakeRunner, observation, serving
 
 from rlsvc.client import ClientOptions, PolicyClient
 from rlsvc.commands.query import query
 from rlsvc.commands.serve import serve
 from rlsvc.core.errors import BundleError, BusyError, NotFoundError, UserError
-from rlsvc.data.normalize import Normalizer
 from rlsvc.serve import haproxy, preflight
 from rlsvc.serve.haproxy import free_ports, haproxy_environment, wait_for_replicas
 from rlsvc.serve.keys import new_key, write_file
-from rlsvc.store.bundle import write_bundle
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    """A bundle of the "random" policy."""
-    rng = np.random.default_rng(0)
-    columns = {
-        "observation.state": rng.normal(size=(10, 3)).astype(np.float32),
-        "action": rng.normal(size=(10, 2)).astype(np.float32),
-    }
-    normalizer = Normalizer.fit({"all": columns}, {**SMALL_CONTRACT.observation, "action": SMALL_CONTRACT.action}, {})
-    folder = tmp_path_factory.mktemp("bundle") / "random"
-    return write_bundle(folder, policy={"name": "random"}, contract=SMALL_CONTRACT, normalizer=normalizer, params={})
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,5 @@
 """The alarm when what is served is not what was trained on."""
 
-import io
-import json
-import logging
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -17,7 +12,6 @@ from rlsvc.data.normalize import Normalizer, Stats, compute_stats
 from rlsvc.nn.params import flatten_params
 from rlsvc.policies.diffusion import DiffusionPolicy
 from rlsvc.runner import PolicyRunner
-from rlsvc.serve import log
 from rlsvc.serve.app import build_app
 from rlsvc.serve.distribution import Distribution, Watched, bounds
 from rlsvc.spec.diffusion import DiffusionSpec
@@ -55,18 +49,9 @@ def arm(tmp_path_factory):
 
 
 @pytest.fixture
-def events(monkeypatch):
+def events(lines):
     """What was logged so far but for start and stop."""
-    ours = logging.getLogger("rlsvc")
-    kept = ours.handlers, ours.propagate, ours.level
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "__stderr__", stream)
-    log.log_as_json("info")
-    yield lambda: [
-        line for line in map(json.loads, stream.getvalue().splitlines()) if line["event"] not in ("started", "stopped")
-    ]
-    ours.handlers, ours.propagate = kept[:2]
-    ours.setLevel(kept[2])
+    return lambda: [line for line in lines() if line["event"] not in ("started", "stopped")]
 
 
 def ask(client, rows):

@@ -1,10 +1,8 @@
 """The server's log: one JSON line for what went wrong, under an id that the client has too."""
 
-import io
 import json
 import logging
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -19,19 +17,6 @@ from rlsvc.serve.keys import Keys, new_key
 ACT = "/v1/policies/fake/act"
 MSGPACK = {"content-type": "application/msgpack"}
 KEY, KEPT = new_key("left_arm", ("act",))
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    """What was logged as JSON so far, by line."""
-    ours = logging.getLogger("rlsvc")
-    kept = ours.handlers, ours.propagate, ours.level
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "__stderr__", stream)
-    log.log_as_json("info")
-    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    ours.handlers, ours.propagate = kept[:2]
-    ours.setLevel(kept[2])
 
 
 @pytest.fixture

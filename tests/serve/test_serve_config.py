@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import yaml
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from serving_fakes import SMALL_CONTRACT
 
 from rlsvc.commands.serve import serve
 from rlsvc.core.errors import NotFoundError, SpecError, UserError
-from rlsvc.data.normalize import Normalizer
 from rlsvc.serve import listener, preflight
 from rlsvc.serve.application import BuildError, build, deployments_of
 from rlsvc.serve.deploy import check_room
@@ -25,20 +23,6 @@ from rlsvc.serve.replica import PolicyReplica
 from rlsvc.serve.service import ServeSettings
 from rlsvc.spec.compose import compose_file, validate
 from rlsvc.spec.serve import ServeConfigSpec, ServeSpec
-from rlsvc.store.bundle import write_bundle
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    """A bundle of the "random" policy."""
-    rng = np.random.default_rng(0)
-    columns = {
-        "observation.state": rng.normal(size=(10, 3)).astype(np.float32),
-        "action": rng.normal(size=(10, 2)).astype(np.float32),
-    }
-    normalizer = Normalizer.fit({"all": columns}, {**SMALL_CONTRACT.observation, "action": SMALL_CONTRACT.action}, {})
-    folder = tmp_path_factory.mktemp("bundle") / "random"
-    return write_bundle(folder, policy={"name": "random"}, contract=SMALL_CONTRACT, normalizer=normalizer, params={})
 
 
 def config_of(*applications, host="127.0.0.1", port=8000):

@@ -12,8 +12,6 @@ Letters: N steps, J 6 joints in the order of JOINTS.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -21,6 +19,7 @@ import mujoco as _mujoco
 import numpy as np
 from gymnasium import spaces
 
+from rlsvc.envs.demonstrations import of_script, write_from_command_line
 from rlsvc.robots.virtual.so101_sim import JOINTS, SO101Sim
 
 mujoco: Any = _mujoco  # its names are made at run time
@@ -35,9 +34,13 @@ LIFTED = 0.06
 HALF = 0.0125
 """m: half a side of the cube."""
 OPEN, SHUT = 0.8, -0.1
-"""rad of the gripper."""
+"""rad of the gripper that the script asks for."""
+WIDE, GRASP = 0.5, 0.45
+"""rad above which the gripper goes over the cube, and below which its jaws touch it."""
 CLEAR = 0.004
 """m between the cube and the fixed jaw when the script goes down."""
+NEAR = 0.012
+"""m between the grip and the cube's middle, beside it or in height, at which the script shuts the gripper."""
 HOVER = 0.05
 """m above the cube, from where the script goes down."""
 
@@ -91,14 +94,14 @@ class SO101Lift(gymnasium.Env):
         """An action of the script [J] float32: above the cube, down, shut, up."""
         cube, way = self.sim.cube[:3], self._way()
         beside = float(np.linalg.norm(way[:2]))
-        between = beside < 0.012 and abs(float(way[2])) < 0.012
+        between = beside < NEAR and abs(float(way[2])) < NEAR
         gripper = float(self.sim.angles[-1])
-        held = between and gripper < 0.45 and self.goals[-1] < 0.1
+        held = between and gripper < GRASP and self.goals[-1] < GRASP
         if held:
             target, jaw = cube + np.array([0, 0, 0.05]), SHUT
         elif between:
             target, jaw = cube, SHUT
-        elif beside < 0.012 and gripper > 0.5:
+        elif beside < NEAR and gripper > WIDE:
             target, jaw = cube, OPEN
         else:
             target, jaw = np.array([cube[0], cube[1], HALF + HOVER]), OPEN
@@ -165,42 +168,11 @@ class SO101Lift(gymnasium.Env):
 
 
 def demonstrations(episodes: int, seed: int = 0, noise: float = 0.1) -> dict[str, np.ndarray]:
-    """A replay buffer of the script: columns [N, ...] by LeRobot's names, and `episode_ends`."""
-    env, rng = SO101Lift(), np.random.default_rng(seed)
-    states, actions, ends = [], [], []
-    while len(ends) < episodes:
-        observation, _ = env.reset(seed=int(rng.integers(2**31)))
-        rows, success, done = [], False, False
-        while not done:
-            action = env.expert(rng, noise)
-            rows.append((observation, action))
-            observation, _, success, truncated, _ = env.step(action)
-            done = success or truncated
-        if success:
-            states += [row[0] for row in rows]
-            actions += [row[1] for row in rows]
-            ends.append(len(actions))
-    return {
-        "observation.state": np.stack(states),
-        "action": np.stack(actions),
-        "episode_ends": np.asarray(ends),
-        "fps": np.asarray(float(RATE_HZ)),
-    }
+    """A replay buffer of the script's successes: columns [N, ...] by LeRobot's names, and `episode_ends`."""
+    return of_script(SO101Lift(), RATE_HZ, episodes, seed, noise, only_successes=True)
 
 
 gymnasium.register("rlsvc/SO101Lift-v0", "rlsvc.robots.virtual.so101_lift:SO101Lift")
 
-
-def main() -> None:
-    """Write demonstrations."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--episodes", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(args.path, **demonstrations(args.episodes, args.seed))  # pyright: ignore[reportArgumentType]
-
-
 if __name__ == "__main__":
-    main()
+    write_from_command_line(__doc__, demonstrations, 20)
