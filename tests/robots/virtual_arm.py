@@ -46,9 +46,12 @@ def angles(arm: RemoteSO101) -> np.ndarray:
 def at_rest(arm: RemoteSO101, timeout: float = 5.0) -> np.ndarray:
     """The angles once nothing moves any more, rad."""
     until = time.monotonic() + timeout
+    # On a busy machine the simulation lags: an arm that has had no time to begin is not at rest.
+    begun = arm.state()["time"] + 0.1
     while time.monotonic() < until:
         time.sleep(0.1)
-        if max(abs(value) for value in arm.state()["velocities"].values()) < 0.01:
+        state = arm.state()
+        if state["time"] > begun and max(abs(value) for value in state["velocities"].values()) < 0.01:
             break
     return angles(arm)
 

@@ -96,10 +96,11 @@ class VirtualSO101:
         return self._moved >= now
 
     def state(self) -> dict[str, Any]:
-        """Angles (rad) and velocities (rad/s) by joint, torque by joint, the cube [7], and when (monotonic, s)."""
+        """Angles (rad) and velocities (rad/s), torque by joint, the cube [7], when (stamp: monotonic, time: simulated, s)."""
         with self.sim.lock:
             return {
                 "stamp": time.monotonic(),
+                "time": float(self.sim.data.time),
                 "angles": dict(zip(JOINTS, self.sim.angles.tolist(), strict=True)),
                 "velocities": dict(zip(JOINTS, self.sim.data.qvel[: len(JOINTS)].tolist(), strict=True)),
                 "torque": {joint: servo.torque for joint, servo in zip(JOINTS, self.sim.servos, strict=True)},
