@@ -96,7 +96,7 @@ class VirtualSO101:
         return self._moved >= now
 
     def state(self) -> dict[str, Any]:
-        """Angles (rad) and velocities (rad/s), torque by joint, the cube [7], when (stamp: monotonic, time: simulated, s)."""
+        """By joint angles (rad), velocities (rad/s) and torque; the cube [7]; when (monotonic, and simulated, s)."""
         with self.sim.lock:
             return {
                 "stamp": time.monotonic(),
