@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from rlsvc.robots.virtual import so101_lift
-from rlsvc.robots.virtual.so101_lift import LIFTED, MAX_STEPS, MOST, SO101Lift
+from rlsvc.envs import so101_lift
+from rlsvc.envs.so101_lift import LIFTED, MAX_STEPS, MOST, SO101Lift
 
 
 @pytest.fixture(scope="module")

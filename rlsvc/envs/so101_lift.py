@@ -1,9 +1,9 @@
 """An SO-101 arm that lifts a cube, on a simulated clock and without the servo bus, with a script that can.
 
-`env: {name: gymnasium, id: rlsvc/SO101Lift-v0, import_module: rlsvc.robots.virtual.so101_lift}`. The arm, its servos'
+`env: {name: gymnasium, id: rlsvc/SO101Lift-v0, import_module: rlsvc.envs.so101_lift}`. The arm, its servos'
 control loops and the cube are those of `rlsvc.robots.virtual.so101_sim`.
 
-    python -m rlsvc.robots.virtual.so101_lift datasets/so101_lift.npz --episodes 20
+    python -m rlsvc.envs.so101_lift datasets/so101_lift.npz --episodes 20
 
 writes demonstrations of the script.
 
@@ -172,7 +172,7 @@ def demonstrations(episodes: int, seed: int = 0, noise: float = 0.1) -> dict[str
     return of_script(SO101Lift(), RATE_HZ, episodes, seed, noise, only_successes=True)
 
 
-gymnasium.register("rlsvc/SO101Lift-v0", "rlsvc.robots.virtual.so101_lift:SO101Lift")
+gymnasium.register("rlsvc/SO101Lift-v0", "rlsvc.envs.so101_lift:SO101Lift")
 
 if __name__ == "__main__":
     write_from_command_line(__doc__, demonstrations, 20)
