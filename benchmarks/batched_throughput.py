@@ -196,8 +196,8 @@ def main() -> int:
 
     from rlsvc.serve.deploy import Deployment, ray_for_serving, start
     from rlsvc.serve.haproxy import free_ports
-    from rlsvc.serve.replica import BundleLoader
-    from rlsvc.serve.service import ServeSettings
+    from rlsvc.serve.settings import ServeSettings
+    from rlsvc.serve.source import PolicySource
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--openpi-src", required=True, help="the src folder of an openpi checkout")
@@ -228,7 +228,7 @@ def main() -> int:
         alone_process.join()
         deployment = Deployment(
             NAME,
-            BundleLoader(path, CLIENTS, device),
+            PolicySource(str(path), batch_size=CLIENTS, device=device),
             port=port,
             gpus=0.5 if args.gpu else 0.0,
             settings=ServeSettings(max_batch=CLIENTS),

@@ -83,7 +83,8 @@ def serve(port: int) -> None:
 
     from rlsvc.runner import BaselineRunner
     from rlsvc.serve.app import build_app
-    from rlsvc.serve.service import PolicyService, ServeSettings
+    from rlsvc.serve.service import PolicyService
+    from rlsvc.serve.settings import ServeSettings
 
     service = PolicyService("still", BaselineRunner("zero", CONTRACT), ServeSettings())
     uvicorn.run(build_app(service), host="127.0.0.1", port=port, log_level="error")

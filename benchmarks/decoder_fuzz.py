@@ -353,7 +353,7 @@ def served(messages: int, seed: int, say: Callable[[str], None]) -> tuple[Tally,
     from rlsvc.runner import BaselineRunner
     from rlsvc.serve.deploy import Deployment, ray_for_serving, start
     from rlsvc.serve.haproxy import free_ports
-    from rlsvc.serve.service import ServeSettings
+    from rlsvc.serve.settings import ServeSettings
 
     (port,) = free_ports(1)
     settings = ServeSettings(max_body_bytes=MAX_BYTES)

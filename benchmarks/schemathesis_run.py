@@ -93,7 +93,7 @@ def main() -> int:
     from rlsvc.serve.deploy import Deployment, ray_for_serving, start
     from rlsvc.serve.haproxy import free_ports
     from rlsvc.serve.keys import ROLES, Keys, new_key
-    from rlsvc.serve.service import ServeSettings
+    from rlsvc.serve.settings import ServeSettings
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=500, help="of each route in each phase")

@@ -5,6 +5,7 @@ Letters: B batch, T observation steps, H actions of a chunk, A action dimensions
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -59,9 +60,13 @@ class Runner(Protocol):
 
 
 class ServedRunner(Runner, Protocol):
-    """A runner that says whose runtime asks it."""
+    """A runner that says whose runtime asks it, and hands something from one chunk to the next."""
 
     robot: RobotSpec | None
+
+    def initial_carry(self, batch_size: int) -> Any:
+        """The carry with which an episode begins, rows first."""
+        ...
 
 
 class BaselineRunner:
@@ -88,6 +93,10 @@ class BaselineRunner:
             return ActionChunk(np.asarray([g.integers(low, high + 1, shape) for g in generators]), self.version)
         rows = [generator.uniform(self.low, self.high, shape) for generator in generators]
         return ActionChunk(np.asarray(rows, np.float32), self.version)
+
+    def initial_carry(self, batch_size: int) -> tuple[()]:
+        """There is none."""
+        return ()
 
     def warm_up(self) -> None:
         """Nothing is compiled."""
@@ -186,6 +195,19 @@ class PolicyRunner:
         )
         self.initial_carry = policy.initial_carry
         self._initial = {size: policy.initial_carry(size) for size in self.batch_sizes}
+
+    def sibling(self, bundle: Bundle) -> PolicyRunner:
+        """Another bundle of the same policy, which acts beside this one with the program that is compiled already.
+
+        Raises:
+            BundleError: weights, contract, normaliser or specification are those of another policy, or it has a
+                tokenizer, which is the bundle's own.
+        """
+        if self._prepare is not None:
+            raise BundleError(f"bundle {bundle.path}: its tokenizer may not be that of {self.version[:12]}")
+        other = copy.copy(self)
+        other.set_weights(bundle)
+        return other
 
     def set_weights(self, bundle: Bundle) -> None:
         """Act with another bundle of the same policy from now on, without compiling again.

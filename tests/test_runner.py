@@ -98,6 +98,21 @@ def test_the_noise_follows_from_seed_and_step(runner):
     assert not np.allclose(first, act(runner, observation, seeds, steps + 1))
 
 
+def test_a_sibling_acts_as_its_bundle_loaded_anew_beside_the_first_and_compiles_nothing(folder):
+    first = PolicyRunner(bundle(folder), batch_sizes=(2,))
+    before = act(first, *batch(2))
+    second = first.sibling(bundle(folder, seed=1))
+    np.testing.assert_array_equal(
+        act(second, *batch(2)), act(PolicyRunner(bundle(folder, seed=1), batch_sizes=(2,)), *batch(2))
+    )
+    np.testing.assert_array_equal(act(first, *batch(2)), before)
+    assert (first.version, second.version) == (bundle(folder).id, bundle(folder, seed=1).id)
+    assert first._act._cache_size() == 1
+    slower = replace(CONTRACT, rate_hz=5.0)
+    with pytest.raises(BundleError, match="its contract is not that of"):
+        first.sibling(bundle(folder, contract=slower))
+
+
 def test_new_weights_act_without_compiling_again(folder):
     runner = PolicyRunner(bundle(folder), batch_sizes=(2,))
     before = act(runner, *batch(2))

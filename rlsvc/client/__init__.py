@@ -8,11 +8,20 @@ with PolicyClient("127.0.0.1:8000") as client:
 
 from rlsvc.client.chunked import AsyncChunkedPolicy, ChunkedPolicy
 from rlsvc.client.client import AsyncPolicyClient, PolicyClient
-from rlsvc.client.protocol import ClientOptions, PolicyUnavailableError, RefusedError, Reply, ServerFaultError
+from rlsvc.client.protocol import (
+    ClientOptions,
+    PolicyUnavailableError,
+    RefusedError,
+    Reply,
+    ServerFaultError,
+    SessionLostError,
+)
+from rlsvc.client.session import AsyncSessionPolicy, SessionPolicy
 
 __all__ = [
     "AsyncChunkedPolicy",
     "AsyncPolicyClient",
+    "AsyncSessionPolicy",
     "ChunkedPolicy",
     "ClientOptions",
     "PolicyClient",
@@ -20,4 +29,6 @@ __all__ = [
     "RefusedError",
     "Reply",
     "ServerFaultError",
+    "SessionLostError",
+    "SessionPolicy",
 ]

@@ -6,6 +6,7 @@ Letters: T observation steps, H action steps, A action dimensions.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any, Self
@@ -55,10 +56,11 @@ class PolicyClient:
             PolicyUnavailableError: no policy server answers there.
             TimeoutError: something listens there and says nothing.
         """
-        self._options = options or ClientOptions()
+        self._options = (options or ClientOptions()).named()
         self._policy = policy
         address = Address.parse(url)
         _check_transport(transport)
+        self._transport = transport
         self._link = (
             WebSocketLink(address, self._options) if transport == "ws" else HttpLink(address, self._options, policy)
         )
@@ -105,6 +107,27 @@ class PolicyClient:
         assert reply is not None
         return reply
 
+    def act_in_session(self, observation: Mapping[str, Any], *, seed: int = 0, step: int) -> Reply:
+        """The action of one control step, of an episode that the server keeps; over the transport "ws".
+
+        Args:
+            observation: of one step, by key an array of the feature's shape.
+            seed: of the policy's randomness in this episode, [0, 2**31).
+            step: 0 begins an episode, each further one follows the one before.
+
+        Returns:
+            With an action [A].
+
+        Raises:
+            SessionLostError: the server does not have the episode; begin anew with step 0.
+            Exception: as `act`.
+        """
+        _check_sessions(self._transport)
+        request = encode_request(self.contract, observation, seed, step, session=True)
+        reply = self._retry(request, session=True)
+        assert reply is not None
+        return reply
+
     def close(self) -> None:
         """Drop the connection; the next `act` would open a new one."""
         self._link.close()
@@ -117,7 +140,7 @@ class PolicyClient:
         """Close."""
         self.close()
 
-    def _retry(self, data: bytes | None) -> Reply | None:
+    def _retry(self, data: bytes | None, *, session: bool = False) -> Reply | None:
         deadline = Deadline(self._options.timeout_s, self._what)
         waits = pauses(self._options)
         while True:
@@ -126,10 +149,12 @@ class PolicyClient:
                     self._open(deadline)
                 if data is None:
                     return None
-                reply = decode_reply(self._link.request(data, deadline), self.contract)
-                if reply.version != self.version:  # another one is served since: it must see and do the same
-                    self._link.close()
-                    self._open(deadline)
+                reply = decode_reply(self._link.request(data, deadline), self.contract, session=session)
+                if reply.version != self.version:  # another one is served since
+                    if self._transport == "http":  # perhaps by another server: it must see and do the same
+                        self._link.close()
+                        self._open(deadline)
+                    self._served = dataclasses.replace(_known(self._served), version=reply.version)
                 return reply
             except PolicyUnavailableError:
                 pause = next(waits, None)
@@ -154,10 +179,11 @@ class AsyncPolicyClient:
         self, url: str, *, policy: str | None = None, transport: str = "ws", options: ClientOptions | None = None
     ) -> None:
         """Not connected yet: `connect` or `async with` does that. Arguments as of PolicyClient."""
-        self._options = options or ClientOptions()
+        self._options = (options or ClientOptions()).named()
         self._policy = policy
         address = Address.parse(url)
         _check_transport(transport)
+        self._transport = transport
         self._link = (
             AsyncWebSocketLink(address, self._options)
             if transport == "ws"
@@ -198,6 +224,14 @@ class AsyncPolicyClient:
         assert reply is not None
         return reply
 
+    async def act_in_session(self, observation: Mapping[str, Any], *, seed: int = 0, step: int) -> Reply:
+        """The action of one control step, of an episode that the server keeps; as PolicyClient.act_in_session."""
+        _check_sessions(self._transport)
+        request = encode_request(self.contract, observation, seed, step, session=True)
+        reply = await self._retry(request, session=True)
+        assert reply is not None
+        return reply
+
     async def close(self) -> None:
         """Drop the connection; the next `act` would open a new one."""
         await self._link.close()
@@ -210,7 +244,7 @@ class AsyncPolicyClient:
         """Close."""
         await self.close()
 
-    async def _retry(self, data: bytes | None) -> Reply | None:
+    async def _retry(self, data: bytes | None, *, session: bool = False) -> Reply | None:
         deadline = Deadline(self._options.timeout_s, self._what)
         waits = pauses(self._options)
         async with self._one_at_a_time:
@@ -220,10 +254,13 @@ class AsyncPolicyClient:
                         await self._open(deadline)
                     if data is None:
                         return None
-                    reply = decode_reply(await self._link.request(data, deadline), self.contract)
+                    answer = await self._link.request(data, deadline)
+                    reply = decode_reply(answer, self.contract, session=session)
                     if reply.version != self.version:
-                        await self._link.close()
-                        await self._open(deadline)
+                        if self._transport == "http":
+                            await self._link.close()
+                            await self._open(deadline)
+                        self._served = dataclasses.replace(_known(self._served), version=reply.version)
                     return reply
                 except PolicyUnavailableError:
                     pause = next(waits, None)
@@ -250,3 +287,8 @@ def _known(served: Served | None) -> Served:
 def _check_transport(transport: str) -> None:
     if transport not in TRANSPORTS:
         raise unknown_name("transport", transport, TRANSPORTS)
+
+
+def _check_sessions(transport: str) -> None:
+    if transport != "ws":
+        raise UserError(f"transport '{transport}': a server keeps episodes for connections; use the transport 'ws'")

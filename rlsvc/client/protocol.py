@@ -5,7 +5,10 @@ Letters: T observation steps, H action steps, A action dimensions.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +18,7 @@ import numpy as np
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import ContractError, UserError
-from rlsvc.core.wire import Limits, WireError, pack, unpack
+from rlsvc.core.wire import SESSION_HEADER, Limits, WireError, pack, unpack
 
 # uvicorn, which answers WebSockets in a Ray Serve replica, stops a message there.
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -34,6 +37,10 @@ class RefusedError(UserError):
     """The server refuses this request; asking again gives the same answer."""
 
 
+class SessionLostError(RefusedError):
+    """The server does not have the episode that a step belongs to, or expected another step; begin anew with step 0."""
+
+
 class ServerFaultError(RuntimeError):
     """The server failed on this request; its message has the id under which the server's log tells why."""
 
@@ -43,7 +50,7 @@ class Reply:
     """A chunk of actions.
 
     Attributes:
-        action: [H, A] float32, in the contract's units, finite.
+        action: [H, A] float32, in the contract's units, finite; [A] where the server keeps the episode.
         version: of the policy that made it.
         timing: the server's. total_ms is the sum of preprocess_ms (decoding, checking), queue_ms (waiting for a
             batch), model_ms (the batch) and wire_ms (the rest, its answer's encoding excepted); and batch_size.
@@ -83,6 +90,8 @@ class ClientOptions:
             harmless: the same seed and step give the same answer.
         backoff_s: pause before the first retry; doubles up to a second.
         key: API key of a server that asks for one; None sends none.
+        session: what the client calls itself, by which a server with a canary decides who answers: at most 64 letters,
+            digits, '.', '_' or '-'. None draws a name for each client.
     """
 
     timeout_s: float = 10.0
@@ -90,13 +99,21 @@ class ClientOptions:
     retries: int = 12
     backoff_s: float = 0.05
     key: str | None = field(default=None, repr=False)
+    session: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
         """What every request and handshake carries."""
-        return {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        headers = {} if self.session is None else {SESSION_HEADER: self.session}
+        return headers if self.key is None else {**headers, "authorization": f"Bearer {self.key}"}
+
+    def named(self) -> ClientOptions:
+        """These, with a session's name."""
+        return self if self.session is not None else dataclasses.replace(self, session=uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
+        if self.session is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.session):
+            raise UserError(f"session '{self.session[:80]}': expected at most 64 letters, digits, '.', '_' or '-'")
         if self.timeout_s <= 0 or self.connect_timeout_s <= 0 or self.retries < 0 or self.backoff_s < 0:
             raise UserError(f"client options out of range: {self}")
 
@@ -184,14 +201,24 @@ class Address:
         return f"{'wss' if self.secure else 'ws'}://{self.host}/"
 
 
-def encode_request(contract: Contract, observation: Mapping[str, Any], seed: int, step: int) -> bytes:
+def encode_request(
+    contract: Contract, observation: Mapping[str, Any], seed: int, step: int, *, session: bool = False
+) -> bytes:
     """An observation window, held against the contract, as a message.
+
+    Args:
+        contract: of the policy.
+        observation: by key an array [T, ...]; of one control step where the server keeps the episode.
+        seed: of the request.
+        step: of the request.
+        session: whether the server keeps the episode.
 
     Raises:
         ContractError: it does not fit, or is too large to travel.
     """
-    checked = contract.check_observation(observation)
-    data = pack({"observation": checked, "seed": seed, "step": step})
+    seen = dataclasses.replace(contract, n_obs_steps=1) if session else contract
+    message = {"observation": seen.check_observation(observation), "seed": seed, "step": step}
+    data = pack(message | {"session": True} if session else message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise ContractError(
             f"the observation takes {len(data)} bytes, a message at most {MAX_MESSAGE_BYTES}; send smaller images"
@@ -235,11 +262,12 @@ def check_served(before: Served | None, now: Served, wanted: str | None) -> None
         )
 
 
-def decode_reply(data: bytes | str, contract: Contract) -> Reply:
-    """The actions in an answer.
+def decode_reply(data: bytes | str, contract: Contract, *, session: bool = False) -> Reply:
+    """The actions in an answer; one action where the server keeps the episode.
 
     Raises:
         RefusedError: the server refused the observation.
+        SessionLostError: it does not have the episode.
         ServerFaultError: the server failed, or its actions do not fit the contract.
         PolicyUnavailableError: it is overloaded, or what came is no answer.
     """
@@ -250,7 +278,7 @@ def decode_reply(data: bytes | str, contract: Contract) -> Reply:
         status = message.get("status")
         raise error_from(status if isinstance(status, int) else 500, str(message["error"]))
     action = message.get("action")
-    shape = (contract.action_horizon, *contract.action.shape)
+    shape = contract.action.shape if session else (contract.action_horizon, *contract.action.shape)
     if not isinstance(action, np.ndarray) or action.dtype.kind != "f" or action.shape != shape:
         got = f"{action.dtype} {action.shape}" if isinstance(action, np.ndarray) else type(action).__name__
         raise ServerFaultError(f"the server's action is {got}, the contract says float {shape}")
@@ -278,6 +306,8 @@ def error_from(status: int, message: str) -> Exception:
     """The exception for an error that the server sent as such."""
     if status in (429, 503):
         return PolicyUnavailableError(message)
+    if status == 409:
+        return SessionLostError(message)
     return ServerFaultError(message) if status >= 500 else RefusedError(message)
 
 

@@ -99,9 +99,9 @@ def _drive(bundle: Path, env: Any, seed: int, port: int, console: Console) -> tu
     from rlsvc.client import ChunkedPolicy, PolicyClient
     from rlsvc.serve.deploy import Deployment, ray_for_serving, start
     from rlsvc.serve.preflight import hold_port
-    from rlsvc.serve.replica import BundleLoader
+    from rlsvc.serve.source import PolicySource
 
-    deployment = Deployment(name="pusht", load=BundleLoader(bundle.absolute(), 1, "cpu"), port=port)
+    deployment = Deployment(name="pusht", load=PolicySource(str(bundle.absolute())), port=port)
     console.print("starting Ray Serve ...")
     with hold_port(port), ray_for_serving(deployment):
         start(deployment)

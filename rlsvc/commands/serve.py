@@ -41,6 +41,22 @@ def serve(
     chunk_expiry_ms: Annotated[
         float | None, typer.Option(help="How long a chunk may be executed; as long as its actions last when left out.")
     ] = None,
+    watch_s: Annotated[
+        float, typer.Option(min=0, help="How often to look up what models:/NAME@ALIAS means; 0 never.")
+    ] = 10.0,
+    drain_s: Annotated[
+        float, typer.Option(help="Longest that a session keeps a version that was replaced, within an episode.")
+    ] = 600.0,
+    canary: Annotated[
+        str | None, typer.Option(help="A candidate that answers a share of the sessions: folder or models:/NAME@ALIAS.")
+    ] = None,
+    canary_share: Annotated[float | None, typer.Option(help="That share, up to 1; a tenth when left out.")] = None,
+    shadow: Annotated[
+        str | None, typer.Option(help="A candidate whose actions are compared with the answers, and given to nobody.")
+    ] = None,
+    session_expiry_s: Annotated[
+        float, typer.Option(help="How long the server keeps an episode, for clients that keep none.")
+    ] = 60.0,
     log_level: Annotated[
         str, typer.Option(help="Of the replicas' JSON lines: debug (one an answer), info, warning or error.")
     ] = "info",
@@ -55,7 +71,8 @@ def serve(
         "policy": policy, "name": name, "root": root, "group": group, "keys": None if keys is None else str(keys),
         "replicas": replicas, "cpus": cpus, "gpus": gpus, "batch_size": batch_size, "batch_wait_ms": batch_wait_ms,
         "max_body_mb": max_body_mb, "deadline_s": deadline_s, "chunk_expiry_ms": chunk_expiry_ms,
-        "log_level": log_level,
+        "log_level": log_level, "watch_s": watch_s or None, "drain_s": drain_s, "shadow": shadow,
+        "session_expiry_s": session_expiry_s, "canary": _canary(canary, canary_share),
     }  # fmt: skip
     spec = validate(ServeSpec, args)
     from_file = policy.endswith((".yaml", ".yml"))
@@ -98,6 +115,14 @@ def serve(
         console.print("stopped")
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _canary(policy: str | None, share: float | None) -> dict[str, Any] | None:
+    if policy is None:
+        if share is not None:
+            raise UserError(f"--canary-share {share:g}: of which candidate? Give --canary too")
+        return None
+    return {"policy": policy} if share is None else {"policy": policy, "share": share}
 
 
 def _ready(console: Console, one: Deployment) -> None:

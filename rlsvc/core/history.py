@@ -67,6 +67,12 @@ class ObservationHistory:
         steps = [self._steps[0]] * missing + list(self._steps)
         return {key: np.stack([step[key] for step in steps]) for key in self._steps[-1]}
 
+    def copy(self) -> ObservationHistory:
+        """The same observations, to which others are appended."""
+        other = ObservationHistory(self._steps.maxlen or 1)
+        other._steps.extend(self._steps)
+        return other
+
     def reset(self) -> None:
         """Forget everything: an episode begins."""
         self._steps.clear()

@@ -16,6 +16,8 @@ import numpy as np
 
 ARRAY_KINDS = "biuf"
 MAX_DIMENSIONS = 8
+SESSION_HEADER = "x-session-id"
+"""What a client calls its session, at most 64 letters, digits, '.', '_' or '-'; a canary's share is drawn by it."""
 
 
 class WireError(ValueError):

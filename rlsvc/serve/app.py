@@ -42,6 +42,7 @@ from rlsvc.serve.log import HEADER, Traced, begin_message, request_id, write
 from rlsvc.serve.metrics import CONTENT_TYPE
 from rlsvc.serve.oip import add_oip_routes
 from rlsvc.serve.service import PolicyService, internal_error, timing
+from rlsvc.serve.session import Session, session_key
 
 
 def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_id: bool = True) -> FastAPI:
@@ -68,7 +69,7 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
         generate_unique_id_function=lambda route: route.name,
         lifespan=lifespan,
     )
-    app.openapi = lambda: openapi.page(app, [service.name], service.runner.version, keys=keys is not None)
+    app.openapi = lambda: openapi.page(app, [service.name], service.version, keys=keys is not None)
 
     if keys is not None:
         app.add_middleware(Authenticated, keys=keys, refused=service.refused)
@@ -83,7 +84,7 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
     @app.post(
         "/v1/policies/{name}/act",
         responses=openapi.ACT_RESPONSES,
-        openapi_extra=openapi.act_request(service.runner.contract),
+        openapi_extra=openapi.act_request(service.contract),
     )
     async def act(name: str, request: Request) -> Response:
         """The actions for one observation, in the encoding of the request (JSON or msgpack)."""
@@ -95,7 +96,7 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
             limit = body_limit(request.scope, policy.settings.max_body_bytes)
             data = await read_body(request, limit)
             read = perf_counter()
-            answer = await policy.act(decode_request(data, kind, limit), read=read)
+            answer = await policy.act(decode_request(data, kind, limit), read=read, key=session_key(request))
         except RequestError as refusal:
             return _refused(service, refusal, kind)
         except ClientDisconnect:
@@ -148,11 +149,13 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
             return
         await socket.accept()
         service.metrics.websockets.inc()
+        session = service.open(session_key(socket))
         try:
-            await _converse(socket, service)
+            await _converse(socket, service, session)
         except WebSocketDisconnect:
             pass
         finally:
+            service.close_session(session)
             service.metrics.websockets.dec()
 
     @app.exception_handler(HTTPException)
@@ -178,7 +181,7 @@ def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Respon
 
 
 def _answer(service: PolicyService, answer: Answer, spent: dict[str, float]) -> dict[str, Any]:
-    expires_in_ms = service.expires_in_ms
+    expires_in_ms = service.expires_in_ms if answer.expires_in_ms is None else answer.expires_in_ms
     return {"action": answer.action, "version": answer.version, "expires_in_ms": expires_in_ms, "timing": spent}
 
 
@@ -186,10 +189,11 @@ def _error(refusal: RequestError) -> dict[str, Any]:
     return {"error": str(refusal), "reason": refusal.reason, "status": refusal.status, "request_id": request_id()}
 
 
-async def _converse(socket: WebSocket, service: PolicyService) -> None:
+async def _converse(socket: WebSocket, service: PolicyService, session: Session) -> None:
     # A robot's runtime looks for what it needs beside the policy's name (ALOHA: `reset_pose`).
-    metadata = {} if service.runner.robot is None else service.runner.robot.metadata
-    await socket.send_bytes(pack({**metadata, **service.describe(), "server": "rlsvc"}))
+    robot = session.version.runner.robot
+    metadata = {} if robot is None else robot.metadata
+    await socket.send_bytes(pack({**metadata, **service.describe(session.version), "server": "rlsvc"}))
     step = count = 0
     previous_ms: float | None = None
     while True:
@@ -208,9 +212,9 @@ async def _converse(socket: WebSocket, service: PolicyService) -> None:
             if excess is not None:  # only now, since it is told in the form of the message
                 raise excess
             asked = as_request(message) if enveloped else ActRequest(message)
-            if asked.step is None:
+            if asked.step is None and not asked.session:
                 asked = ActRequest(asked.observation, asked.seed, step)
-            answer = await service.act(asked, read=received)
+            answer = await service.act(asked, read=received, session=session)
         except RequestError as refusal:
             await _send_refusal(socket, service, refusal, enveloped)
             continue

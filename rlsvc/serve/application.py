@@ -13,11 +13,13 @@ from rlsvc.serve.deploy import Deployment, application
 from rlsvc.serve.keys import Keys
 from rlsvc.serve.listener import check_listener
 from rlsvc.serve.preflight import check_name, check_resources, is_loopback
-from rlsvc.serve.replica import BundleLoader
-from rlsvc.serve.service import ServeSettings
+from rlsvc.serve.service import check_same_contract
+from rlsvc.serve.settings import ServeSettings
+from rlsvc.serve.source import PolicySource
+from rlsvc.serve.version import CANARY, CURRENT, SHADOW
 from rlsvc.spec.compose import validate
 from rlsvc.spec.serve import ServeConfigSpec, ServeSpec
-from rlsvc.store.bundle import read_bundle
+from rlsvc.store.bundle import Bundle, read_bundle
 from rlsvc.store.registry import resolve
 
 if TYPE_CHECKING:
@@ -68,12 +70,20 @@ def deployment_of(spec: ServeSpec, **where: Any) -> Deployment:
     if spec.name is not None:
         check_name(spec.name)
     keys = None if spec.keys is None else Keys.read(Path(spec.keys))
-    path = resolve(spec.policy, root=spec.root).resolve()
-    bundle = read_bundle(path)
+    bundle = read_bundle(resolve(spec.policy, root=spec.root))
     bundle.normalizer.group_index(spec.group)
+    source = _source(spec, spec.policy)
+    candidates = {CANARY: None if spec.canary is None else spec.canary.policy, SHADOW: spec.shadow}
+    sources = {CURRENT: source} if source.known is not None else {}
+    for role, target in candidates.items():
+        if target is not None:
+            _check_candidate(spec, role, target, bundle)
+            sources[role] = _source(spec, target)
     return Deployment(
         name=check_name(spec.name or registered_name(spec.policy) or str(bundle.policy["name"])),
-        load=BundleLoader(path, spec.batch_size, "gpu" if spec.gpus else "cpu", spec.group),
+        load=source,
+        sources=sources,
+        watch_s=spec.watch_s,
         replicas=spec.replicas,
         autoscaling=spec.autoscaling,
         cpus=spec.cpus,
@@ -85,10 +95,36 @@ def deployment_of(spec: ServeSpec, **where: Any) -> Deployment:
             deadline_s=spec.deadline_s,
             chunk_expiry_ms=spec.chunk_expiry_ms,
             log_level=spec.log_level,
+            session_expiry_s=spec.session_expiry_s,
+            drain_s=spec.drain_s,
+            canary_share=0.0 if spec.canary is None else spec.canary.share,
         ),
         keys=keys,
         **where,
     )
+
+
+def _source(spec: ServeSpec, target: str) -> PolicySource:
+    """A policy as each replica finds it: a watched alias by its name, anything else where it lies now."""
+    path = resolve(target, root=spec.root).resolve()
+    watched = target.startswith("models:") and "@" in target and spec.watch_s is not None
+    return PolicySource(
+        target if watched else str(path),
+        root=str(Path(spec.root).resolve()),
+        batch_size=spec.batch_size,
+        device="gpu" if spec.gpus else "cpu",
+        group=spec.group,
+        known=path if watched else None,
+    )
+
+
+def _check_candidate(spec: ServeSpec, role: str, target: str, served: Bundle) -> None:
+    bundle = read_bundle(resolve(target, root=spec.root))
+    try:
+        bundle.normalizer.group_index(spec.group)
+        check_same_contract(bundle.contract, served.contract, bundle.id)
+    except UserError as error:
+        raise UserError(f"{role} {target}: {error}") from error
 
 
 def registered_name(policy: str) -> str | None:

@@ -19,7 +19,7 @@ import numpy as np
 from rlsvc.core.types import MALFORMED
 
 if TYPE_CHECKING:
-    from rlsvc.runner import Runner
+    from rlsvc.runner import ServedRunner
 
 
 class OverloadedError(RuntimeError):
@@ -38,6 +38,8 @@ class Answer:
         batch_size: rows in the batch.
         malformed: why what the policy said was no action, where it is an action that holds the robot still; else "".
         preprocess_s: seconds before that in which the request was decoded and held against the contract.
+        carry: the policy's, of this row alone, on the host; None where it was not asked for.
+        expires_in_ms: how long the action may be executed; None for what holds for every chunk.
     """
 
     action: np.ndarray
@@ -47,6 +49,8 @@ class Answer:
     batch_size: int
     malformed: str = ""
     preprocess_s: float = 0.0
+    carry: Any = None
+    expires_in_ms: float | None = None
 
 
 class NoActionError(RuntimeError):
@@ -71,6 +75,8 @@ class _Row:
     step: int
     future: asyncio.Future[Answer]
     loop: asyncio.AbstractEventLoop
+    carry: Any = None
+    keep: bool = False
     since: float = field(default_factory=time.monotonic)
 
 
@@ -83,7 +89,9 @@ class Batcher:
     are kept together. A row's answer does not depend on its batch (the runner's promise).
     """
 
-    def __init__(self, runner: Runner, *, max_batch: int = 1, wait_s: float = 0.002, max_waiting: int = 256) -> None:
+    def __init__(
+        self, runner: ServedRunner, *, max_batch: int = 1, wait_s: float = 0.002, max_waiting: int = 256
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -104,13 +112,17 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name="rlsvc-policy", daemon=True)
         self._thread.start()
 
-    async def act(self, observation: dict[str, np.ndarray], seed: int, step: int) -> Answer:
+    async def act(
+        self, observation: dict[str, np.ndarray], seed: int, step: int, carry: Any = None, *, keep: bool = False
+    ) -> Answer:
         """One row's answer.
 
         Args:
             observation: by key an array [T, ...] that fits the contract.
             seed: of this caller's randomness; the same seed and step give the same answer.
             step: of the caller's episode.
+            carry: of the answer before; None begins anew.
+            keep: whether the answer is to have its carry.
 
         Raises:
             OverloadedError: too many rows wait, or the batcher is closed.
@@ -122,7 +134,7 @@ class Batcher:
         if self._queue.qsize() >= self._max_waiting:
             raise OverloadedError(f"{self._max_waiting} requests are already waiting for this policy")
         loop = asyncio.get_running_loop()
-        row = _Row(observation, seed, step, loop.create_future(), loop)
+        row = _Row(observation, seed, step, loop.create_future(), loop, carry, keep)
         self._queue.put(row)
         return await row.future
 
@@ -186,11 +198,22 @@ class Batcher:
         for row, answer in zip(rows, answers, strict=True):
             _deliver(row, answer)
 
+    def _carry(self, rows: list[_Row]) -> Any:
+        """The batch's; None where nobody goes on with one, since then none is copied to the device."""
+        if all(row.carry is None for row in rows):
+            return None
+        import jax
+
+        initial = jax.device_get(self._runner.initial_carry(1))
+        carries = [initial if row.carry is None else row.carry for row in rows]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *carries)
+
     def _call(self, rows: list[_Row], start: float) -> list[Answer | NoActionError]:
         observation = {key: np.stack([row.observation[key] for row in rows]) for key in rows[0].observation}
         seeds = np.array([row.seed for row in rows], np.int64)
         steps = np.array([row.step for row in rows], np.int64)
-        chunk = self._runner.act(observation, seeds, steps)
+        chunk = self._runner.act(observation, seeds, steps, self._carry(rows))
+        carries = _carries(chunk.carry, rows)
         model_s = time.monotonic() - start
         contract = self._runner.contract
         shape = (len(rows), contract.action_horizon, *contract.action.shape)
@@ -201,11 +224,21 @@ class Batcher:
         if any(not ok and not reason for ok, reason in zip(finite, reasons, strict=True)):
             raise RuntimeError("the policy returned actions that are not finite")
         return [
-            Answer(chunk.action[i], chunk.version, start - row.since, model_s, len(rows), reasons[i])
+            Answer(chunk.action[i], chunk.version, start - row.since, model_s, len(rows), reasons[i], carry=carries[i])
             if finite[i]
             else NoActionError(reasons[i])
             for i, row in enumerate(rows)
         ]
+
+
+def _carries(carry: Any, rows: list[_Row]) -> list[Any]:
+    """By row its carry, with a leading axis of one; None where it is not to be kept."""
+    if not any(row.keep for row in rows):
+        return [None] * len(rows)
+    import jax
+
+    carry = jax.device_get(carry)
+    return [jax.tree.map(lambda x, i=i: x[i : i + 1], carry) if row.keep else None for i, row in enumerate(rows)]
 
 
 def _deliver(row: _Row, result: Answer | Exception) -> None:

@@ -1,8 +1,8 @@
 """Requests and answers as bytes: JSON for curl and programs, msgpack for robots. The same message in both.
 
-A request is `{"observation": {key: array}, "seed": int, "step": int}`, seed and step optional. In JSON an array is
-nested lists or `{"b64": base64 of the C-order bytes, "dtype": "uint8", "shape": [..]}`; an answer's arrays are nested
-lists.
+A request is `{"observation": {key: array}, "seed": int, "step": int, "session": bool}`; only the observation must be
+there. In JSON an array is nested lists or `{"b64": base64 of the C-order bytes, "dtype": "uint8", "shape": [..]}`; an
+answer's arrays are nested lists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 # A request's seed and step are below this, so that they fit a signed 32-bit integer on any device.
 MAX_INTEGER = 2**31
-_FIELDS = ("observation", "seed", "step")
+_FIELDS = ("observation", "seed", "step", "session")
 
 
 class RequestError(UserError):
@@ -58,11 +58,13 @@ class ActRequest:
         observation: by key whatever was sent.
         seed: of the caller's randomness, [0, 2**31).
         step: of the caller's episode, [0, 2**31); None when not sent.
+        session: whether the server keeps the episode: see `rlsvc.serve.session`.
     """
 
     observation: dict[str, Any]
     seed: int = 0
     step: int | None = None
+    session: bool = False
 
 
 def media_type(content_type: str | None) -> str:
@@ -126,10 +128,14 @@ def as_request(message: Any) -> ActRequest:
         got = "nothing" if observation is None else type(observation).__name__
         raise RequestError(400, "malformed", f"'observation': got {got}, expected a map of arrays by name")
     step = message.get("step")
+    session = message.get("session", False)
+    if not isinstance(session, bool):
+        raise RequestError(400, "malformed", f"'session': got {str(session)[:40]}, expected true or false")
     return ActRequest(
         {key: _array(key, value) for key, value in observation.items()},
         seed=as_integer("seed", message.get("seed", 0)),
         step=None if step is None else as_integer("step", step),
+        session=session,
     )
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlsvc.core.errors import UserError
 from rlsvc.serve.haproxy import haproxy_environment, wait_for_replicas
 from rlsvc.serve.preflight import check_resources, local_cpus, local_gpus
-from rlsvc.serve.service import ServeSettings
+from rlsvc.serve.settings import ServeSettings
 from rlsvc.spec.serve import AutoscalingSpec
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from rlsvc.runner import ServedRunner
     from rlsvc.serve.keys import Keys
+    from rlsvc.serve.watch import Source
 
 APP = "rlsvc"
 
@@ -37,7 +38,9 @@ class Deployment:
 
     Attributes:
         name: of the policy.
-        load: makes the runner in the replica's process.
+        load: makes the runner, warm, in the replica's process.
+        sources: by role the versions that are watched.
+        watch_s: how often; None looks once.
         host, port: where it listens.
         replicas: how many.
         autoscaling: in their place; None keeps that number.
@@ -50,6 +53,8 @@ class Deployment:
 
     name: str
     load: Callable[[], ServedRunner]
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    watch_s: float | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     replicas: int = 1
@@ -128,7 +133,9 @@ def application(deployment: Deployment) -> Application:
         # A bundle that does not load will not load the second time either.
         max_constructor_retry_count=1,
     )
-    return deploy(serve.ingress()(PolicyReplica)).bind(deployment.name, deployment.load, settings, deployment.keys)
+    return deploy(serve.ingress()(PolicyReplica)).bind(
+        deployment.name, deployment.load, settings, deployment.keys, deployment.sources, deployment.watch_s
+    )
 
 
 def start(*deployments: Deployment, proxies: str = "HeadOnly", http: dict[str, Any] | None = None) -> None:

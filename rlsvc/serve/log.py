@@ -35,7 +35,8 @@ from rlsvc.serve.bucket import TokenBucket
 HEADER = "X-Request-Id"
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 1.0, 100.0
 """Of lines about refusals: whoever is refused all day fills no disk. /metrics counts all of them."""
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+IDENTITY = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What is taken for a caller's own id."""
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class Traced:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER, "")
-        identity = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        identity = given if IDENTITY.fullmatch(given) else uuid.uuid4().hex
         # Never reset: an answer to an exception is made outside of this, and each request has a context of its own.
         _CALL.set(Call(identity, scope, perf_counter(), self))
 

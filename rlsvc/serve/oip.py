@@ -32,6 +32,8 @@ from rlsvc.serve.body import read_body
 from rlsvc.serve.codec import ActRequest, RequestError, as_integer
 from rlsvc.serve.keys import body_limit
 from rlsvc.serve.service import PolicyService, internal_error, timing
+from rlsvc.serve.session import session_key
+from rlsvc.serve.version import CANARY, CURRENT, Version
 
 HEADER_LENGTH = "inference-header-content-length"
 ACTION = "action"
@@ -65,14 +67,14 @@ class Infer:
     binary: bool
 
 
-def model_metadata(name: str, version: str, contract: Contract) -> dict[str, Any]:
+def model_metadata(name: str, versions: list[str], contract: Contract) -> dict[str, Any]:
     """What the protocol says of a model."""
     lead = contract.n_obs_steps
     inputs = [_tensor(key, feature, (lead, *feature.shape)) for key, feature in contract.observation.items()]
     output = _tensor(
         ACTION, Feature(contract.action.shape, "float32"), (contract.action_horizon, *contract.action.shape)
     )
-    return {"name": name, "versions": [version], "platform": "rlsvc", "inputs": inputs, "outputs": [output]}
+    return {"name": name, "versions": versions, "platform": "rlsvc", "inputs": inputs, "outputs": [output]}
 
 
 def decode_infer(body: bytes, header_length: str | None) -> Infer:
@@ -134,13 +136,18 @@ def encode_infer(infer: Infer, name: str, version: str, action: np.ndarray, spen
 def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
     """Let an application speak the protocol."""
 
-    def check(model: str, version: str | None) -> None:
+    def find(model: str, version: str | None) -> Version | None:
+        """The version that is asked for by name; None where none is."""
         if model != service.name:
             raise RequestError(404, "unknown_policy", str(unknown_name("model", model[:80], [service.name])))
-        if version not in (None, service.runner.version):
-            raise RequestError(
-                404, "unknown_policy", f"model '{model}' is served in version {service.runner.version[:12]} alone"
-            )
+        if version is None:
+            return None
+        taking = [one for role, one in service.versions() if role in (CURRENT, CANARY)]
+        found = next((one for one in taking if one.id == version), None)
+        if found is None:
+            served = ", ".join(one.id[:12] for one in taking)
+            raise RequestError(404, "unknown_policy", f"model '{model}' is served in version {served} alone")
+        return found
 
     @app.get("/v2", responses=openapi.SERVER_RESPONSES)
     async def server() -> dict[str, Any]:
@@ -159,7 +166,7 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
 
     def about(model: str, version: str | None, body: dict[str, Any], status: int = 200) -> Response:
         try:
-            check(model, version)
+            find(model, version)
         except RequestError as refusal:
             return _refused(service, refusal)
         return JSONResponse(body, status)
@@ -172,8 +179,8 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
     )
     async def metadata(model: str, version: str | None = None) -> Response:
         """A model's inputs and outputs."""
-        runner = service.runner
-        return about(model, version, model_metadata(service.name, runner.version, runner.contract))
+        taking = [one.id for role, one in service.versions() if role in (CURRENT, CANARY)]
+        return about(model, version, model_metadata(service.name, taking, service.contract))
 
     @app.get("/v2/models/{model}/ready", responses=openapi.MODEL_READY_RESPONSES)
     @app.get(
@@ -185,7 +192,7 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
         """Whether a model would act now."""
         return about(model, version, {"name": model, "ready": service.ready}, 200 if service.ready else 503)
 
-    request_body = openapi.infer_request(service.runner.contract, DATATYPES)
+    request_body = openapi.infer_request(service.contract, DATATYPES)
 
     @app.post("/v2/models/{model}/infer", responses=openapi.INFER_RESPONSES, openapi_extra=request_body)
     @app.post(
@@ -198,13 +205,13 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
         """A chunk of actions for an observation."""
         received = perf_counter()
         try:
-            check(model, version)
+            named = find(model, version)
             if encoding := request.headers.get("content-encoding"):
                 raise RequestError(415, "media_type", f"content encoding '{encoding[:40]}' is not spoken here")
             body = await read_body(request, body_limit(request.scope, service.settings.max_body_bytes))
             read = perf_counter()
             asked = decode_infer(body, request.headers.get(HEADER_LENGTH))
-            answer = await service.act(asked.asked, read=read)
+            answer = await service.act(asked.asked, read=read, key=session_key(request), version=named)
         except RequestError as refusal:
             return _refused(service, refusal)
         except ClientDisconnect:

@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 
 from rlsvc.core.contract import TEXT, Contract, Feature
 from rlsvc.serve.keys import ROLES, role_of
+from rlsvc.serve.version import ROLES as VERSION_ROLES
 
 # An example array with more elements than this is shown as base64 text cut short: the page stays readable.
 MAX_EXAMPLE_ELEMENTS = 256
@@ -38,7 +39,7 @@ _ERROR = _map(
 )
 _OIP_ERROR = _map(("error",), error={"type": "string", "description": "What was got, what was expected."})
 _POLICY = _map(
-    ("name", "version", "contract"),
+    ("name", "version", "contract", "versions"),
     name=_TEXT,
     version=_TEXT,
     contract=_map(("observation", "action", "rate_hz", "n_obs_steps", "action_horizon")),
@@ -59,6 +60,32 @@ _POLICY = _map(
                 ),
             },
             "left_out": {"type": "array", "items": _TEXT, "description": "Features without statistics, images."},
+        },
+    },
+    versions={
+        "type": "array",
+        "description": "Of the replica that answers.",
+        "items": _map(
+            ("version", "role", "sessions", "answered"),
+            version=_TEXT,
+            role={"enum": list(VERSION_ROLES), "description": "Takes sessions, a share, none but is compared, ends."},
+            sessions={"type": "integer", "minimum": 0},
+            answered={"type": "integer", "minimum": 0},
+        ),
+    },
+    shadow={
+        "type": ["object", "null"],
+        "description": "How a candidate's actions compare with the answers; null where there is none.",
+        "required": ["version", "compared", "skipped", "failed", "action"],
+        "properties": {
+            "version": _TEXT,
+            **{name: {"type": "integer", "minimum": 0} for name in ("compared", "skipped", "failed")},
+            "action": {
+                "type": "object",
+                "additionalProperties": _map(
+                    ("rms_difference", "std"), rms_difference={"type": "number"}, std={"type": "number"}
+                ),
+            },
         },
     },
 )
@@ -275,6 +302,7 @@ def act_request(contract: Contract) -> dict[str, Any]:
             },
             "seed": _INTEGER,
             "step": {"anyOf": [_INTEGER, {"type": "null"}]},
+            "session": {"const": False, "description": "True on the WebSocket alone: the server keeps the episode."},
         },
         "additionalProperties": False,
     }

@@ -28,6 +28,15 @@ class AutoscalingSpec(Spec):
         return self
 
 
+class CanarySpec(Spec):
+    """A candidate that answers a share of the sessions."""
+
+    policy: str = Field(min_length=1)
+    """Folder of a bundle, or models:/name@alias; with the contract of the policy that is served."""
+    share: float = Field(default=0.1, gt=0, le=1)
+    """Of the new sessions."""
+
+
 class ServeSpec(Spec):
     """One policy behind an endpoint."""
 
@@ -61,6 +70,16 @@ class ServeSpec(Spec):
     """Longest that a request may take."""
     chunk_expiry_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """How long a chunk may be executed from when it is answered; null for as long as its actions last."""
+    watch_s: float | None = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """How often each replica looks up what an alias means; null never: then it is what it meant at the start."""
+    drain_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
+    """Longest that a session keeps a version that another has taken the place of, within an episode."""
+    canary: CanarySpec | None = None
+    """A candidate that answers a share of the sessions."""
+    shadow: str | None = Field(default=None, min_length=1)
+    """A candidate, folder or models:/name@alias, whose actions are compared with the answers and given to nobody."""
+    session_expiry_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """How long the server keeps an episode, for clients that keep none, after its last request."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the JSON lines that a replica writes; debug has one for every answer."""
 

@@ -201,6 +201,11 @@ def read_bundle(path: str | Path) -> Bundle:
     return Bundle(stated_id, policy, precision, contract, normalizer, params, run, path, robot)
 
 
+def read_id(path: str | Path) -> str:
+    """The id that `read_bundle` would give it; nothing but its manifest is read. Raises as that."""
+    return _id(_read_meta(Path(path)))
+
+
 def read_contract(path: str | Path) -> Contract:
     """The contract of a bundle, without its weights.
 

@@ -158,6 +158,23 @@ class Registry:
         self._remember(name, alias, before[:-1])
         return version.version
 
+    def find(self, target: str) -> Version:
+        """The version that `models:/name@alias`, `models:/name/3` or `models:/name/latest` means; no bundle is read.
+
+        Raises:
+            NotFoundError: no such policy, version or alias.
+        """
+        match = MODEL_URI.match(target)
+        if match is None:
+            raise SpecError(f"'{target}': expected models:/name@alias, models:/name/version or models:/name/latest")
+        name, alias = match["name"], match["alias"]
+        if not alias:
+            return self._version(name, match["version"])
+        by_alias = {each: version for version in self.versions(name) for each in version.aliases}
+        if alias not in by_alias:
+            raise unknown_name(f"alias of policy '{name}'", alias, by_alias)
+        return by_alias[alias]
+
     def resolve(self, target: str) -> Path:
         """The verified folder of the bundle that `models:/name@alias`, `models:/name/3` or `models:/name/latest` means.
 
@@ -165,17 +182,7 @@ class Registry:
             NotFoundError: no such policy, version or alias.
             BundleError: its bundle is gone, damaged, or not the one that was registered.
         """
-        match = MODEL_URI.match(target)
-        if match is None:
-            raise SpecError(f"'{target}': expected models:/name@alias, models:/name/version or models:/name/latest")
-        name, alias = match["name"], match["alias"]
-        if alias:
-            by_alias = {each: version for version in self.versions(name) for each in version.aliases}
-            if alias not in by_alias:
-                raise unknown_name(f"alias of policy '{name}'", alias, by_alias)
-            version = by_alias[alias]
-        else:
-            version = self._version(name, match["version"])
+        version = self.find(target)
         path = self._folder(version)
         if not path.is_dir():
             raise BundleError(

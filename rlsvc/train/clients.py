@@ -29,7 +29,8 @@ from rlsvc.runner import PolicyRunner
 from rlsvc.serve.app import build_app
 from rlsvc.serve.episodes import EpisodeInbox, Received, add_episode_routes
 from rlsvc.serve.keys import Keys
-from rlsvc.serve.service import PolicyService, ServeSettings
+from rlsvc.serve.service import PolicyService
+from rlsvc.serve.settings import ServeSettings
 from rlsvc.spec.data import DatasetSpec
 from rlsvc.spec.rollout import ClientsSpec
 from rlsvc.spec.run import RunSpec
@@ -193,6 +194,9 @@ class _Policy:
     ) -> ActionChunk:
         with self._lock:
             return self._runner.act(observation, seeds, steps, carry)
+
+    def initial_carry(self, batch_size: int) -> Any:
+        return self._runner.initial_carry(batch_size)
 
     def warm_up(self) -> None:
         with self._lock:

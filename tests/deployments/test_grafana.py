@@ -8,8 +8,12 @@ import numpy as np
 
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.data.normalize import Stats
+from rlsvc.runner import BaselineRunner
 from rlsvc.serve.distribution import Distribution
-from rlsvc.serve.metrics import PARTS, Metrics
+from rlsvc.serve.metrics import PARTS, Loaded, Metrics
+from rlsvc.serve.settings import ServeSettings
+from rlsvc.serve.shadow import Shadow
+from rlsvc.serve.version import CURRENT, Version
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "deployments" / "grafana" / "rlsvc.json").read_text())
 
@@ -29,10 +33,14 @@ class Trained:
 
 def exported() -> dict[str, set[str]]:
     """Sample name -> its labels, once every counter has moved."""
-    metrics = Metrics("replica", "policy", "version", Distribution(Trained()))
+    version = Version(BaselineRunner("zero", Trained.contract), ServeSettings())
+    loaded = Loaded([(CURRENT, version)], Distribution(Trained()), Shadow(version, Trained.contract))
+    metrics = Metrics("replica", "policy", lambda: loaded)
     metrics.answered("http", dict.fromkeys(PARTS, 0.1), 1)
     metrics.refused("overload")
     metrics.malformed("length")
+    metrics.refused_version(CURRENT)
+    version.close()
     return {sample.name: set(sample.labels) for family in metrics.registry.collect() for sample in family.samples}
 
 

@@ -10,7 +10,8 @@ import uvicorn
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.types import ActionChunk
 from rlsvc.serve.app import build_app
-from rlsvc.serve.service import PolicyService, ServeSettings
+from rlsvc.serve.service import PolicyService
+from rlsvc.serve.settings import ServeSettings
 
 POISON = -666.0
 """A state that makes the policy raise."""
@@ -61,6 +62,9 @@ class FakeRunner:
 
     def warm_up(self) -> None:
         pass
+
+    def initial_carry(self, batch_size):
+        return ()
 
     def act(self, observation, seeds, steps, carry=None):
         self.open.wait(10)

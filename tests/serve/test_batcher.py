@@ -124,13 +124,13 @@ def test_a_row_whose_caller_gave_up_costs_no_call(runner, batcher):
     ],
 )
 def test_actions_that_are_not_finite_or_of_a_wrong_shape_never_leave(runner, batcher, action, message):
-    runner.act = lambda observation, seeds, steps: ActionChunk(action, "x")
+    runner.act = lambda observation, seeds, steps, carry: ActionChunk(action, "x")
     with pytest.raises(RuntimeError, match=message):
         asyncio.run(batcher.act(row(1.0), 0, 0))
 
 
 def test_a_row_for_which_the_policy_said_no_action_fails_alone_and_by_name(runner, batcher):
-    def act(observation, seeds, steps):
+    def act(observation, seeds, steps, carry):
         state = observation["observation.state"][:, 0, 0]
         action = np.zeros((len(state), 4, 2), np.float32)
         action[state == 1.0] = np.nan

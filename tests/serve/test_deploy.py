@@ -22,7 +22,7 @@ from rlsvc.client import ClientOptions, PolicyClient
 from rlsvc.core.wire import pack, unpack
 from rlsvc.serve.deploy import APP, Deployment, StartError, start
 from rlsvc.serve.haproxy import free_ports
-from rlsvc.serve.service import ServeSettings
+from rlsvc.serve.settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]
 STATE = {"observation.state": np.array([1, 2, 3], np.float32)}

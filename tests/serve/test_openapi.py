@@ -13,7 +13,7 @@ from rlsvc.serve.deploy import Deployment, start
 from rlsvc.serve.episodes import EpisodeInbox, add_episode_routes
 from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.keys import ROLES, Keys, new_key, role_of
-from rlsvc.serve.service import ServeSettings
+from rlsvc.serve.settings import ServeSettings
 
 KEY, KEPT = new_key("tester", tuple(ROLES))
 

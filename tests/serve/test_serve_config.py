@@ -20,7 +20,7 @@ from rlsvc.serve.deploy import check_room
 from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.keys import new_key, write_file
 from rlsvc.serve.replica import PolicyReplica
-from rlsvc.serve.service import ServeSettings
+from rlsvc.serve.settings import ServeSettings
 from rlsvc.spec.compose import compose_file, validate
 from rlsvc.spec.serve import ServeConfigSpec, ServeSpec
 
