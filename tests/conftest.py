@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,20 @@ ROOT = Path(__file__).resolve().parent.parent
 def root() -> Path:
     """The repository."""
     return ROOT
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate of "localhost" and its key in one file; beside it certificate.pem and key.pem, one each."""
+    pem = tmp_path / "tls.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+         "-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    pem.write_text((tmp_path / "certificate.pem").read_text() + (tmp_path / "key.pem").read_text())
+    return pem
 
 
 @pytest.fixture(scope="session")

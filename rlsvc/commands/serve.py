@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,6 +39,10 @@ def serve(
     max_body_mb: Annotated[int, typer.Option(help="Largest request in MiB; at most 16.")] = 16,
     deadline_s: Annotated[float, typer.Option(help="Longest that a request may take.")] = 30.0,
     keys: Annotated[Path | None, typer.Option(help="File of API keys (rlsvc keys add); callers must have one.")] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM file of the listener's certificate, with its chain; needs --tls-key.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key, without a password.")] = None,
     chunk_expiry_ms: Annotated[
         float | None, typer.Option(help="How long a chunk may be executed; as long as its actions last when left out.")
     ] = None,
@@ -62,6 +67,7 @@ def serve(
     ] = "info",
 ) -> None:
     """Serve a policy, or what a Serve config file names, over HTTP and openpi's WebSocket until Ctrl-C."""
+    from rlsvc.serve.haproxy import write_pem
     from rlsvc.serve.keys import Keys
     from rlsvc.serve.preflight import check_address, check_name, hold_port
     from rlsvc.spec.compose import compose_file, validate
@@ -75,6 +81,12 @@ def serve(
         "session_expiry_s": session_expiry_s, "canary": _canary(canary, canary_share),
     }  # fmt: skip
     spec = validate(ServeSpec, args)
+    if (tls_cert is None) != (tls_key is None):
+        raise UserError("--tls-cert and --tls-key: give both, or neither")
+    tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
+    if tls is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            write_pem(*tls, Path(folder) / "tls.pem")
     from_file = policy.endswith((".yaml", ".yml"))
     if from_file:
         if (spec, host, port) != (ServeSpec(policy=policy), "127.0.0.1", 8000):
@@ -103,13 +115,14 @@ def serve(
     count = sum(one.fewest for one in deployments)
     try:
         console.print(f"loading {policy} as {names} on {count} replica(s); Ray takes some 30 s to start ...")
-        with hold_port(port), ray_for_serving(*deployments):
+        with hold_port(port), ray_for_serving(*deployments, tls=tls):
             # Stop as on Ctrl-C; only now, since Ray puts a handler of its own there when it starts.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             start(*deployments, proxies=config.proxy_location, http=config.http_options.model_dump())
             for one in deployments:
-                _ready(console, one)
-            console.print(f"  try: rlsvc query {host}:{port} --example -n 100   Ctrl-C stops it")
+                _ready(console, one, secure=tls is not None)
+            address = f"{'https://' if tls else ''}{host}:{port}"
+            console.print(f"  try: rlsvc query {address} --example -n 100   Ctrl-C stops it")
             threading.Event().wait()
     except KeyboardInterrupt:
         console.print("stopped")
@@ -125,11 +138,11 @@ def _canary(policy: str | None, share: float | None) -> dict[str, Any] | None:
     return {"policy": policy} if share is None else {"policy": policy, "share": share}
 
 
-def _ready(console: Console, one: Deployment) -> None:
+def _ready(console: Console, one: Deployment, *, secure: bool) -> None:
     host = f"[{one.host}]" if ":" in one.host else one.host
-    base = f"http://{host}:{one.port}{one.route.rstrip('/')}"
+    base = f"http{'s' if secure else ''}://{host}:{one.port}{one.route.rstrip('/')}"
     console.print(f"ready: policy '{one.name}' at {base}")
     console.print(f"  POST {base}/v1/policies/{one.name}/act   (JSON or msgpack; {base}/docs)")
     console.print(f"  ws{base.removeprefix('http')}/   (openpi's protocol, rlsvc.client)")
-    if one.keys is not None:
+    if one.keys is not None and not secure:
         console.print("  asks for a key; without TLS before it, keys and pictures travel unencrypted")

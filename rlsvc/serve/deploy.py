@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsvc.core.errors import UserError
-from rlsvc.serve.haproxy import haproxy_environment, wait_for_replicas
+from rlsvc.serve.haproxy import PEM, haproxy_environment, wait_for_replicas, write_pem
 from rlsvc.serve.preflight import check_resources, local_cpus, local_gpus
 from rlsvc.serve.settings import ServeSettings
 from rlsvc.spec.serve import AutoscalingSpec
@@ -176,19 +176,32 @@ def _cause(reports: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def ray_for_serving(*deployments: Deployment) -> Iterator[None]:
+def ray_for_serving(*deployments: Deployment, tls: tuple[Path, Path] | None = None) -> Iterator[None]:
     """A Ray to serve on: the cluster that RAY_ADDRESS names, else one of our own that ends with the block.
+
+    Args:
+        deployments: which it must have room for.
+        tls: files of a certificate and its key, for the listener of a Ray of our own.
 
     Raises:
         StartError: Ray did not start.
-        UserError: the cluster lacks what the replicas ask for.
+        UserError: the cluster lacks what the replicas ask for, or the files are no certificate and its key.
     """
     address = os.environ.get("RAY_ADDRESS")
     with contextlib.ExitStack() as stack:
+        if address is not None and tls is not None:
+            raise UserError(
+                f"--tls-cert: the listener of the cluster at {address} is not ours; start its Ray with "
+                f"{PEM}=/path/of/tls.pem (docs/deploy.md)"
+            )
         if address is None:
             check_room(deployments, have_cpus=local_cpus(), have_gpus=local_gpus())
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlsvc-serve-", ignore_cleanup_errors=True))
-            stack.enter_context(_environment(haproxy_environment(Path(folder))))
+            variables = haproxy_environment(Path(folder))
+            if tls is not None:
+                variables[PEM] = str(Path(folder) / "tls.pem")
+                write_pem(*tls, Path(folder) / "tls.pem")
+            stack.enter_context(_environment(variables))
         import ray
 
         try:

