@@ -46,7 +46,7 @@ class PolicyClient:
 
         Args:
             url: "host:port", or with the scheme http, https, ws or wss; the last letter decides about TLS.
-            policy: name of the policy; the only one when left out.
+            policy: name of the policy; the only one when left out, over "ws" the first of several.
             transport: "ws" (fastest) or "http".
             options: deadlines and retries.
 
@@ -62,7 +62,9 @@ class PolicyClient:
         _check_transport(transport)
         self._transport = transport
         self._link = (
-            WebSocketLink(address, self._options) if transport == "ws" else HttpLink(address, self._options, policy)
+            WebSocketLink(address, self._options, policy)
+            if transport == "ws"
+            else HttpLink(address, self._options, policy)
         )
         self._what = f"the policy server at {address.host}"
         self._served: Served | None = None
@@ -185,7 +187,7 @@ class AsyncPolicyClient:
         _check_transport(transport)
         self._transport = transport
         self._link = (
-            AsyncWebSocketLink(address, self._options)
+            AsyncWebSocketLink(address, self._options, policy)
             if transport == "ws"
             else AsyncHttpLink(address, self._options, policy)
         )

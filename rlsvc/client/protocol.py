@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 
@@ -84,7 +84,8 @@ class ClientOptions:
     """How long and how often a client tries.
 
     Attributes:
-        timeout_s: of one `act`, all attempts together; then TimeoutError.
+        timeout_s: of one `act`, all attempts together; then TimeoutError. A server whose HAProxy dies is back within
+            ten seconds.
         connect_timeout_s: of one attempt to connect.
         retries: attempts after the first, when the server is unreachable or overloaded. Sending a request again is
             harmless: the same seed and step give the same answer.
@@ -94,9 +95,9 @@ class ClientOptions:
             digits, '.', '_' or '-'. None draws a name for each client.
     """
 
-    timeout_s: float = 10.0
+    timeout_s: float = 15.0
     connect_timeout_s: float = 5.0
-    retries: int = 12
+    retries: int = 18
     backoff_s: float = 0.05
     key: str | None = field(default=None, repr=False)
     session: str | None = None
@@ -199,6 +200,10 @@ class Address:
     def websocket(self) -> str:
         """URL of the WebSocket."""
         return f"{'wss' if self.secure else 'ws'}://{self.host}/"
+
+    def websocket_of(self, policy: str | None) -> str:
+        """URL of the WebSocket for a policy; None for the first."""
+        return self.websocket if policy is None else f"{self.websocket}?policy={quote(policy, safe='')}"
 
 
 def encode_request(

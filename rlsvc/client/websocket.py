@@ -26,6 +26,8 @@ from rlsvc.client.protocol import (
     decode_served,
 )
 
+POLICY_VIOLATION = websockets.frames.CloseCode.POLICY_VIOLATION
+"""With which a server closes a connection that it will not have, such as one for a policy that it does not serve."""
 _CHUNK = 2**18
 _DATA = (websockets.frames.Opcode.TEXT, websockets.frames.Opcode.BINARY, websockets.frames.Opcode.CONT)
 
@@ -37,9 +39,10 @@ class WebSocketLink:
     robot for ever, and hands each message from thread to thread.)
     """
 
-    def __init__(self, address: Address, options: ClientOptions) -> None:
-        """Not connected yet."""
+    def __init__(self, address: Address, options: ClientOptions, policy: str | None = None) -> None:
+        """Not connected yet; ask for this policy, or for the first."""
         self._address = address
+        self._url = address.websocket_of(policy)
         self._options = options
         self._socket: socket.socket | None = None
 
@@ -59,7 +62,13 @@ class WebSocketLink:
         handshake = Deadline(seconds, self._address.websocket)
         try:
             self._connect(handshake)
-            return decode_served(self._receive(handshake))
+            try:
+                return decode_served(self._receive(handshake))
+            except PolicyUnavailableError:
+                closed = self._protocol.close_rcvd
+                if closed is not None and closed.code == POLICY_VIOLATION:
+                    raise _refused(self._address, closed.reason) from None
+                raise
         except TimeoutError as error:
             self.close()
             raise ConnectTimeoutError(
@@ -105,7 +114,7 @@ class WebSocketLink:
             connection.close()
 
     def _connect(self, deadline: Deadline) -> None:
-        uri = websockets.uri.parse_uri(self._address.websocket)
+        uri = websockets.uri.parse_uri(self._url)
         try:
             connection = socket.create_connection((uri.host, uri.port), timeout=deadline.remaining())
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -194,9 +203,10 @@ class WebSocketLink:
 class AsyncWebSocketLink:
     """One connection for asyncio; websockets' keepalive pings notice a dead peer between requests."""
 
-    def __init__(self, address: Address, options: ClientOptions) -> None:
-        """Not connected yet."""
+    def __init__(self, address: Address, options: ClientOptions, policy: str | None = None) -> None:
+        """Not connected yet; ask for this policy, or for the first."""
         self._address = address
+        self._url = address.websocket_of(policy)
         self._options = options
         self._connection: websockets.asyncio.client.ClientConnection | None = None
 
@@ -211,7 +221,7 @@ class AsyncWebSocketLink:
         try:
             async with asyncio.timeout(seconds):
                 self._connection = await websockets.asyncio.client.connect(
-                    self._address.websocket,
+                    self._url,
                     additional_headers=self._options.headers,
                     compression=None,
                     max_size=MAX_MESSAGE_BYTES,
@@ -229,6 +239,9 @@ class AsyncWebSocketLink:
             ) from error
         except (websockets.exceptions.InvalidHandshake, websockets.exceptions.ConnectionClosed) as error:
             await self.close()
+            closed = error.rcvd if isinstance(error, websockets.exceptions.ConnectionClosed) else None
+            if closed is not None and closed.code == POLICY_VIOLATION:
+                raise _refused(self._address, closed.reason) from error
             raise _refused_handshake(self._address, error) from error
         except OSError as error:
             await self.close()
@@ -262,6 +275,10 @@ class AsyncWebSocketLink:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.transport.abort()
+
+
+def _refused(address: Address, reason: str | None) -> RefusedError:
+    return RefusedError(f"{address.websocket} refuses the connection: {reason or 'no reason given'}")
 
 
 def _lost(address: Address) -> PolicyUnavailableError:

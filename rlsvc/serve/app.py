@@ -1,8 +1,8 @@
 """The HTTP and WebSocket face of a served policy, as a FastAPI application that knows nothing of Ray.
 
-The WebSocket at `/` speaks openpi's protocol: a metadata frame first, then an observation in and actions out, msgpack
-both. A message `{"observation": {...}, "seed": int, "step": int}` is taken there too and answered like HTTP's, errors
-included.
+The WebSocket at `/` speaks openpi's protocol (`/?policy=NAME` where several are served): a metadata frame first, then
+an observation in and actions out, msgpack both. A message `{"observation": {...}, "seed": int, "step": int}` is taken
+there too and answered like HTTP's, errors included; with `"session": true` the server keeps the episode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocketDisconnect
 
 import rlsvc
-from rlsvc.core.errors import unknown_name
 from rlsvc.core.wire import pack
 from rlsvc.serve import openapi
 from rlsvc.serve.batcher import Answer
@@ -41,23 +40,28 @@ from rlsvc.serve.keys import Authenticated, Keys, body_limit, too_often
 from rlsvc.serve.log import HEADER, Traced, begin_message, request_id, write
 from rlsvc.serve.metrics import CONTENT_TYPE
 from rlsvc.serve.oip import add_oip_routes
+from rlsvc.serve.policies import Policies
 from rlsvc.serve.service import PolicyService, internal_error, timing
 from rlsvc.serve.session import Session, session_key
 
 
-def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_id: bool = True) -> FastAPI:
-    """The application for one policy.
+def build_app(served: PolicyService | Policies, keys: Keys | None = None, *, echo_request_id: bool = True) -> FastAPI:
+    """The application for one policy, or for several.
 
     Args:
-        service: the policy; loaded and warm, so that the application is ready as soon as it is reachable.
+        served: the policy; loaded and warm, so that the application is ready as soon as it is reachable. Of several the
+            first is.
         keys: who may use it; None lets everybody who reaches it.
         echo_request_id: whether answers have the header X-Request-Id; without it when the server around gives one.
     """
+    policies = served if isinstance(served, Policies) else Policies(served)
+    service = policies.first
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         write(logging.INFO, "started", service.about())
         yield
+        await policies.close()
         write(logging.INFO, "stopped", service.about())
 
     app = FastAPI(
@@ -69,57 +73,53 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
         generate_unique_id_function=lambda route: route.name,
         lifespan=lifespan,
     )
-    app.openapi = lambda: openapi.page(app, [service.name], service.version, keys=keys is not None)
+    app.openapi = lambda: openapi.page(app, policies.names, service.version, keys=keys is not None)
 
     if keys is not None:
         app.add_middleware(Authenticated, keys=keys, refused=service.refused)
     # The outermost, so that refused keys have ids too.
     app.add_middleware(Traced, about=service.about, echo=echo_request_id)
 
-    def served(name: str) -> PolicyService:
-        if name != service.name:
-            raise RequestError(404, "unknown_policy", str(unknown_name("policy", name[:80], [service.name])))
-        return service
-
     @app.post(
         "/v1/policies/{name}/act",
         responses=openapi.ACT_RESPONSES,
-        openapi_extra=openapi.act_request(service.contract),
+        openapi_extra=openapi.act_request(service.contract, of_one=len(policies.names) == 1),
     )
     async def act(name: str, request: Request) -> Response:
         """The actions for one observation, in the encoding of the request (JSON or msgpack)."""
         received = perf_counter()
         kind = JSON
+        policy = service
         try:
-            policy = served(name)
+            policy = await policies.get(name)
             kind = media_type(request.headers.get("content-type"))
             limit = body_limit(request.scope, policy.settings.max_body_bytes)
             data = await read_body(request, limit)
             read = perf_counter()
             answer = await policy.act(decode_request(data, kind, limit), read=read, key=session_key(request))
         except RequestError as refusal:
-            return _refused(service, refusal, kind)
+            return _refused(policy, refusal, kind)
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
-            return _refused(service, internal_error(error), kind)
-        body = _answer(service, answer, timing(answer, received))
+            return _refused(policy, internal_error(error), kind)
+        body = _answer(policy, answer, timing(answer, received))
         response = Response(encode(body, kind), media_type=kind)
-        service.answered(answer, "http", received)
+        policy.answered(answer, "http", received)
         return response
 
-    add_oip_routes(app, service)
+    add_oip_routes(app, policies)
 
     @app.get("/v1/policies", responses=openapi.LIST_RESPONSES)
-    async def policies() -> dict[str, Any]:
+    async def list_policies() -> dict[str, Any]:
         """The policies served here."""
-        return {"policies": [service.status()]}
+        return {"policies": [policies.status(name) for name in policies.names]}
 
     @app.get("/v1/policies/{name}", responses=openapi.DESCRIBE_RESPONSES)
     async def policy(name: str) -> Response:
         """A policy's contract and version."""
         try:
-            return JSONResponse(served(name).status())
+            return JSONResponse(policies.status(name))
         except RequestError as refusal:
             return _refused(service, refusal, JSON)
 
@@ -137,7 +137,7 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
     @app.get("/metrics", response_class=Response, responses=openapi.METRICS_RESPONSES)
     async def metrics() -> Response:
         """Counters and latencies of the replica that answers, as Prometheus text."""
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(policies.render(), media_type=CONTENT_TYPE)
 
     @app.websocket("/")
     async def websocket(socket: WebSocket) -> None:
@@ -148,15 +148,22 @@ def build_app(service: PolicyService, keys: Keys | None = None, *, echo_request_
             await socket.close(1008)
             return
         await socket.accept()
-        service.metrics.websockets.inc()
-        session = service.open(session_key(socket))
         try:
-            await _converse(socket, service, session)
+            policy = await policies.get(socket.query_params.get("policy"))
+        except RequestError as refusal:
+            service.refused(refusal.reason, refusal.status)
+            # 1013 is "try again later"; a reason has room for 123 bytes.
+            await socket.close(1013 if refusal.status == 503 else 1008, str(refusal)[:120])
+            return
+        policy.metrics.websockets.inc()
+        session = policy.open(session_key(socket))
+        try:
+            await _converse(socket, policy, session)
         except WebSocketDisconnect:
             pass
         finally:
-            service.close_session(session)
-            service.metrics.websockets.dec()
+            policy.close_session(session)
+            policy.metrics.websockets.dec()
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,15 @@ from rlsvc.core.errors import UserError
 from rlsvc.serve.deploy import Deployment, application
 from rlsvc.serve.keys import Keys
 from rlsvc.serve.listener import check_listener
+from rlsvc.serve.policies import Offered
 from rlsvc.serve.preflight import check_name, check_resources, is_loopback
 from rlsvc.serve.service import check_same_contract
 from rlsvc.serve.settings import ServeSettings
 from rlsvc.serve.source import PolicySource
 from rlsvc.serve.version import CANARY, CURRENT, SHADOW
 from rlsvc.spec.compose import validate
-from rlsvc.spec.serve import ServeConfigSpec, ServeSpec
-from rlsvc.store.bundle import Bundle, read_bundle
+from rlsvc.spec.serve import OfferedSpec, ServeConfigSpec, ServeSpec
+from rlsvc.store.bundle import Bundle, read_bundle, read_weight_bytes
 from rlsvc.store.registry import resolve
 
 if TYPE_CHECKING:
@@ -72,18 +73,26 @@ def deployment_of(spec: ServeSpec, **where: Any) -> Deployment:
     keys = None if spec.keys is None else Keys.read(Path(spec.keys))
     bundle = read_bundle(resolve(spec.policy, root=spec.root))
     bundle.normalizer.group_index(spec.group)
-    source = _source(spec, spec.policy)
+    source = _source(spec, spec.policy, spec.group)
     candidates = {CANARY: None if spec.canary is None else spec.canary.policy, SHADOW: spec.shadow}
     sources = {CURRENT: source} if source.known is not None else {}
     for role, target in candidates.items():
         if target is not None:
             _check_candidate(spec, role, target, bundle)
-            sources[role] = _source(spec, target)
+            sources[role] = _source(spec, target, spec.group)
+    name = check_name(spec.name or registered_name(spec.policy) or str(bundle.policy["name"]))
+    also = tuple(_offered(spec, one) for one in spec.also)
+    weight_bytes = read_weight_bytes(bundle.path)
+    budget_bytes = float("inf") if spec.memory_gb is None else spec.memory_gb * 2**30
+    _check_several(name, weight_bytes, also, budget_bytes)
     return Deployment(
-        name=check_name(spec.name or registered_name(spec.policy) or str(bundle.policy["name"])),
+        name=name,
         load=source,
         sources=sources,
         watch_s=spec.watch_s,
+        also=also,
+        weight_bytes=weight_bytes,
+        budget_bytes=budget_bytes,
         replicas=spec.replicas,
         autoscaling=spec.autoscaling,
         cpus=spec.cpus,
@@ -104,7 +113,40 @@ def deployment_of(spec: ServeSpec, **where: Any) -> Deployment:
     )
 
 
-def _source(spec: ServeSpec, target: str) -> PolicySource:
+def _offered(spec: ServeSpec, one: OfferedSpec) -> Offered:
+    if one.name is not None:
+        check_name(one.name)
+    path = resolve(one.policy, root=spec.root)
+    bundle = read_bundle(path)
+    bundle.normalizer.group_index(one.group)
+    source = _source(spec, one.policy, one.group)
+    return Offered(
+        name=check_name(one.name or registered_name(one.policy) or str(bundle.policy["name"])),
+        load=source,
+        contract=bundle.contract,
+        robot=bundle.robot,
+        version=bundle.id,
+        weight_bytes=read_weight_bytes(path),
+        sources={CURRENT: source} if source.known is not None else {},
+    )
+
+
+def _check_several(name: str, weight_bytes: int, also: Sequence[Offered], budget_bytes: float) -> None:
+    names = [name, *(one.name for one in also)]
+    if twice := sorted({one for one in names if names.count(one) > 1}):
+        raise UserError(f"two policies of the application are named '{twice[0]}'; give one of them another name")
+    for one in also:
+        if weight_bytes + one.weight_bytes > budget_bytes:
+            need = (weight_bytes + one.weight_bytes) / 2**30
+            raise UserError(
+                f"memory_gb: got {budget_bytes / 2**30:.3g}, but '{name}', which is always loaded, and '{one.name}' "
+                f"need {need:.3g} together"
+            )
+    if weight_bytes > budget_bytes:
+        raise UserError(f"memory_gb: got {budget_bytes / 2**30:.3g}, but '{name}' needs {weight_bytes / 2**30:.3g}")
+
+
+def _source(spec: ServeSpec, target: str, group: str | None) -> PolicySource:
     """A policy as each replica finds it: a watched alias by its name, anything else where it lies now."""
     path = resolve(target, root=spec.root).resolve()
     watched = target.startswith("models:") and "@" in target and spec.watch_s is not None
@@ -113,7 +155,7 @@ def _source(spec: ServeSpec, target: str) -> PolicySource:
         root=str(Path(spec.root).resolve()),
         batch_size=spec.batch_size,
         device="gpu" if spec.gpus else "cpu",
-        group=spec.group,
+        group=group,
         known=path if watched else None,
     )
 

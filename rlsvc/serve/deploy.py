@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from rlsvc.runner import ServedRunner
     from rlsvc.serve.keys import Keys
+    from rlsvc.serve.policies import Offered
     from rlsvc.serve.watch import Source
 
 APP = "rlsvc"
@@ -41,6 +42,9 @@ class Deployment:
         load: makes the runner, warm, in the replica's process.
         sources: by role the versions that are watched.
         watch_s: how often; None looks once.
+        also: further policies that its replicas load when they are asked for.
+        weight_bytes: that the weights of the policy itself take.
+        budget_bytes: that the weights of all policies of a replica may take.
         host, port: where it listens.
         replicas: how many.
         autoscaling: in their place; None keeps that number.
@@ -55,6 +59,9 @@ class Deployment:
     load: Callable[[], ServedRunner]
     sources: Mapping[str, Source] = field(default_factory=dict)
     watch_s: float | None = None
+    also: tuple[Offered, ...] = ()
+    weight_bytes: int = 0
+    budget_bytes: float = float("inf")
     host: str = "127.0.0.1"
     port: int = 8000
     replicas: int = 1
@@ -133,9 +140,7 @@ def application(deployment: Deployment) -> Application:
         # A bundle that does not load will not load the second time either.
         max_constructor_retry_count=1,
     )
-    return deploy(serve.ingress()(PolicyReplica)).bind(
-        deployment.name, deployment.load, settings, deployment.keys, deployment.sources, deployment.watch_s
-    )
+    return deploy(serve.ingress()(PolicyReplica)).bind(deployment)
 
 
 def start(*deployments: Deployment, proxies: str = "HeadOnly", http: dict[str, Any] | None = None) -> None:

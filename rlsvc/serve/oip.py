@@ -31,9 +31,9 @@ from rlsvc.serve import openapi
 from rlsvc.serve.body import read_body
 from rlsvc.serve.codec import ActRequest, RequestError, as_integer
 from rlsvc.serve.keys import body_limit
+from rlsvc.serve.policies import Policies
 from rlsvc.serve.service import PolicyService, internal_error, timing
 from rlsvc.serve.session import session_key
-from rlsvc.serve.version import CANARY, CURRENT, Version
 
 HEADER_LENGTH = "inference-header-content-length"
 ACTION = "action"
@@ -133,21 +133,19 @@ def encode_infer(infer: Infer, name: str, version: str, action: np.ndarray, spen
     return Response(head + action.tobytes(), media_type="application/octet-stream", headers=headers)
 
 
-def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
+def add_oip_routes(app: FastAPI, policies: Policies) -> None:
     """Let an application speak the protocol."""
+    first = policies.first
 
-    def find(model: str, version: str | None) -> Version | None:
-        """The version that is asked for by name; None where none is."""
-        if model != service.name:
-            raise RequestError(404, "unknown_policy", str(unknown_name("model", model[:80], [service.name])))
-        if version is None:
-            return None
-        taking = [one for role, one in service.versions() if role in (CURRENT, CANARY)]
-        found = next((one for one in taking if one.id == version), None)
-        if found is None:
-            served = ", ".join(one.id[:12] for one in taking)
+    def check(model: str, version: str | None) -> Contract:
+        """The contract of a model that there is, in this version."""
+        if model not in policies.names:
+            raise RequestError(404, "unknown_policy", str(unknown_name("model", model[:80], policies.names)))
+        versions, contract = policies.model(model)
+        if version not in (None, *versions):
+            served = ", ".join(one[:12] for one in versions)
             raise RequestError(404, "unknown_policy", f"model '{model}' is served in version {served} alone")
-        return found
+        return contract
 
     @app.get("/v2", responses=openapi.SERVER_RESPONSES)
     async def server() -> dict[str, Any]:
@@ -162,14 +160,7 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
     @app.get("/v2/health/ready", responses=openapi.READY_RESPONSES)
     async def ready() -> Response:
         """Whether the policy would act now."""
-        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
-
-    def about(model: str, version: str | None, body: dict[str, Any], status: int = 200) -> Response:
-        try:
-            find(model, version)
-        except RequestError as refusal:
-            return _refused(service, refusal)
-        return JSONResponse(body, status)
+        return JSONResponse({"ready": first.ready}, 200 if first.ready else 503)
 
     @app.get("/v2/models/{model}", responses=openapi.MODEL_RESPONSES)
     @app.get(
@@ -179,8 +170,11 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
     )
     async def metadata(model: str, version: str | None = None) -> Response:
         """A model's inputs and outputs."""
-        taking = [one.id for role, one in service.versions() if role in (CURRENT, CANARY)]
-        return about(model, version, model_metadata(service.name, taking, service.contract))
+        try:
+            contract = check(model, version)
+        except RequestError as refusal:
+            return _refused(first, refusal)
+        return JSONResponse(model_metadata(model, policies.model(model)[0], contract))
 
     @app.get("/v2/models/{model}/ready", responses=openapi.MODEL_READY_RESPONSES)
     @app.get(
@@ -190,9 +184,14 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
     )
     async def model_ready(model: str, version: str | None = None) -> Response:
         """Whether a model would act now."""
-        return about(model, version, {"name": model, "ready": service.ready}, 200 if service.ready else 503)
+        try:
+            check(model, version)
+        except RequestError as refusal:
+            return _refused(first, refusal)
+        ready = policies.ready(model)
+        return JSONResponse({"name": model, "ready": ready}, 200 if ready else 503)
 
-    request_body = openapi.infer_request(service.contract, DATATYPES)
+    request_body = openapi.infer_request(first.contract, DATATYPES, of_one=len(policies.names) == 1)
 
     @app.post("/v2/models/{model}/infer", responses=openapi.INFER_RESPONSES, openapi_extra=request_body)
     @app.post(
@@ -204,8 +203,12 @@ def add_oip_routes(app: FastAPI, service: PolicyService) -> None:
     async def infer(request: Request, model: str, version: str | None = None) -> Response:
         """A chunk of actions for an observation."""
         received = perf_counter()
+        service = first
         try:
-            named = find(model, version)
+            check(model, version)
+            service = await policies.get(model)
+            check(model, version)  # once more: an alias may mean another version by now
+            named = None if version is None else service.loaded(version)
             if encoding := request.headers.get("content-encoding"):
                 raise RequestError(415, "media_type", f"content encoding '{encoding[:40]}' is not spoken here")
             body = await read_body(request, body_limit(request.scope, service.settings.max_body_bytes))

@@ -286,20 +286,26 @@ def _finish(operation: dict[str, Any], names: Sequence[str], version: str) -> No
             parameter["schema"] = schemas[parameter["name"]]
 
 
-def act_request(contract: Contract) -> dict[str, Any]:
-    """The request body of `act`, with an example that fits the contract (large arrays are cut short in it)."""
+def act_request(contract: Contract, *, of_one: bool = True) -> dict[str, Any]:
+    """The request body of `act`, with an example that fits the contract (large arrays are cut short in it).
+
+    Args:
+        contract: of the policy, or of the first of several.
+        of_one: whether there is one policy; the observations of several differ.
+    """
+    observation: Schema = {"type": "object", "description": "By the names of the policy's contract."}
+    if of_one:
+        observation = {
+            "type": "object",
+            "required": list(contract.observation),
+            "properties": {key: _array(feature, contract.n_obs_steps) for key, feature in contract.observation.items()},
+            "additionalProperties": False,
+        }
     schema = {
         "type": "object",
         "required": ["observation"],
         "properties": {
-            "observation": {
-                "type": "object",
-                "required": list(contract.observation),
-                "properties": {
-                    key: _array(feature, contract.n_obs_steps) for key, feature in contract.observation.items()
-                },
-                "additionalProperties": False,
-            },
+            "observation": observation,
             "seed": _INTEGER,
             "step": {"anyOf": [_INTEGER, {"type": "null"}]},
             "session": {"const": False, "description": "True on the WebSocket alone: the server keeps the episode."},
@@ -318,12 +324,13 @@ def act_request(contract: Contract) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def infer_request(contract: Contract, datatypes: Mapping[str, str]) -> dict[str, Any]:
+def infer_request(contract: Contract, datatypes: Mapping[str, str], *, of_one: bool = True) -> dict[str, Any]:
     """The request body of `infer`.
 
     Args:
-        contract: of the policy.
+        contract: of the policy, or of the first of several.
         datatypes: the protocol's names, by a contract's.
+        of_one: whether there is one policy; the tensors of several differ.
     """
     lead = contract.n_obs_steps
     tensors = [
@@ -342,7 +349,9 @@ def infer_request(contract: Contract, datatypes: Mapping[str, str]) -> dict[str,
                 "prefixItems": tensors,
                 "minItems": len(tensors),
                 "maxItems": len(tensors),
-            },
+            }
+            if of_one
+            else {"type": "array", "items": {"type": "object"}},
             "parameters": {
                 "type": ["object", "null"],
                 "properties": {"seed": _INTEGER, "step": _INTEGER, "binary_data_output": binary},

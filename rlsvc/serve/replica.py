@@ -1,4 +1,4 @@
-"""What runs in each Ray Serve replica: one policy, loaded, compiled, then reachable."""
+"""What runs in each Ray Serve replica: a policy, loaded, compiled, then reachable; others when they are asked for."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from typing import TYPE_CHECKING
 from rlsvc.serve.app import build_app
 from rlsvc.serve.listener import check_listener
 from rlsvc.serve.log import log_as_json
+from rlsvc.serve.policies import Policies
 from rlsvc.serve.service import PolicyService
-from rlsvc.serve.settings import ServeSettings
 from rlsvc.serve.watch import Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from fastapi import FastAPI
 
-    from rlsvc.runner import ServedRunner
-    from rlsvc.serve.keys import Keys
-    from rlsvc.serve.watch import Source
+    from rlsvc.serve.deploy import Deployment
 
 
 class PolicyReplica:
-    """A Ray Serve replica: an actor that answers requests for one policy.
+    """A Ray Serve replica: an actor that answers requests for its policies.
 
     Consumes: HTTP requests and WebSocket messages, which Serve's proxy (HAProxy, or Serve's own) hands it.
     Produces: action chunks, refusals, Prometheus text, JSON lines on standard error; kept between requests are
@@ -36,43 +32,35 @@ class PolicyReplica:
     on answering.
     """
 
-    async def __init__(
-        self,
-        name: str,
-        load: Callable[[], ServedRunner],
-        settings: ServeSettings,
-        keys: Keys | None = None,
-        sources: Mapping[str, Source] | None = None,
-        watch_s: float | None = None,
-    ) -> None:
-        """Load and compile; Serve sends no request before this is over.
-
-        Args:
-            name: of the policy.
-            load: makes the runner, warm, in this process.
-            settings: limits.
-            keys: who may use it; None lets everybody who reaches it.
-            sources: by role what versions are to be watched.
-            watch_s: how often; None looks once, for the canary and the shadow.
-        """
+    async def __init__(self, deployment: Deployment) -> None:
+        """Load and compile; Serve sends no request before this is over."""
         from ray import serve
 
         # Once more where it counts: Serve may have been started on another host since the application was built.
-        await asyncio.to_thread(check_listener, keys=keys is not None)
+        await asyncio.to_thread(check_listener, keys=deployment.keys is not None)
+        settings = deployment.settings
         log_as_json(settings.log_level)
-        runner = await asyncio.to_thread(load)
-        self._keys = keys
+        runner = await asyncio.to_thread(deployment.load)
+        replica = serve.get_replica_context().replica_tag
+        self._keys = deployment.keys
+        self._service = PolicyService(deployment.name, runner, settings, replica=replica)
+        self._policies = Policies(
+            self._service,
+            deployment.also,
+            first_bytes=deployment.weight_bytes,
+            budget_bytes=deployment.budget_bytes,
+            watch_s=deployment.watch_s,
+        )
         self._watch: asyncio.Task[None] | None = None
-        self._service = PolicyService(name, runner, settings, replica=serve.get_replica_context().replica_tag)
-        if sources:
-            watcher = Watcher(self._service, sources, watch_s or 0.0)
+        if deployment.sources:
+            watcher = Watcher(self._service, deployment.sources, deployment.watch_s or 0.0)
             await watcher.look()
-            if watch_s is not None:
+            if deployment.watch_s is not None:
                 self._watch = asyncio.create_task(watcher.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """What Ray Serve calls for the application, once `__init__` is over."""
-        return build_app(self._service, self._keys, echo_request_id=False)
+        return build_app(self._policies, self._keys, echo_request_id=False)
 
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica.

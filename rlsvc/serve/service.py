@@ -34,6 +34,7 @@ from rlsvc.serve.version import CANARY, CURRENT, DRAINING, SHADOW, Version
 if TYPE_CHECKING:
     from rlsvc.core.contract import Contract
     from rlsvc.runner import ServedRunner
+    from rlsvc.spec.robot import RobotSpec
 
 
 class PolicyService:
@@ -183,13 +184,12 @@ class PolicyService:
     def describe(self, version: Version | None = None) -> dict[str, Any]:
         """What a client must know before it sends an observation: plain JSON types."""
         version = version or self.current
-        robot = version.runner.robot
-        return {
-            "name": self.name,
-            "version": version.id,
-            "contract": self.contract.to_json(),
-            "robot": None if robot is None else robot.model_dump(mode="json"),
-        }
+        return described(self.name, version.id, self.contract, version.runner.robot)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no version of it has a session or a request under way."""
+        return all(version.idle for _, version in self.versions())
 
     @property
     def expires_in_ms(self) -> float:
@@ -347,6 +347,12 @@ class PolicyService:
         """Answer what waits and end the threads."""
         for _, version in self.versions():
             version.close()
+
+
+def described(name: str, version: str, contract: Contract, robot: RobotSpec | None) -> dict[str, Any]:
+    """What a client must know of a policy: plain JSON types."""
+    spoken = None if robot is None else robot.model_dump(mode="json")
+    return {"name": name, "version": version, "contract": contract.to_json(), "robot": spoken}
 
 
 def check_same_contract(contract: Contract, served: Contract, version: str) -> None:

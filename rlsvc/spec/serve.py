@@ -37,8 +37,19 @@ class CanarySpec(Spec):
     """Of the new sessions."""
 
 
+class OfferedSpec(Spec):
+    """A further policy of the same replicas."""
+
+    policy: str = Field(min_length=1)
+    """Folder of a policy bundle, or models:/name@alias."""
+    name: str | None = None
+    """Under which clients ask for it; null takes the registered or the policy's name."""
+    group: str | None = None
+    """The robot's normaliser group, for a bundle that has several."""
+
+
 class ServeSpec(Spec):
-    """One policy behind an endpoint."""
+    """One policy behind an endpoint, or several that share its replicas."""
 
     policy: str = Field(min_length=1)
     """Folder of a policy bundle, or models:/name@alias; every node that may hold a replica has to reach it."""
@@ -70,6 +81,10 @@ class ServeSpec(Spec):
     """Longest that a request may take."""
     chunk_expiry_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """How long a chunk may be executed from when it is answered; null for as long as its actions last."""
+    also: tuple[OfferedSpec, ...] = ()
+    """Further policies, which a replica loads when they are first asked for."""
+    memory_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """GiB that the weights in a replica may take; policies of `also` are let go for others. null for no limit."""
     watch_s: float | None = Field(default=10.0, gt=0, allow_inf_nan=False)
     """How often each replica looks up what an alias means; null never: then it is what it meant at the start."""
     drain_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)

@@ -206,6 +206,14 @@ def read_id(path: str | Path) -> str:
     return _id(_read_meta(Path(path)))
 
 
+def read_weight_bytes(path: str | Path) -> int:
+    """That the weights of a bundle take on disk, by its manifest. Raises as `read_bundle`."""
+    try:
+        return int(_read_meta(Path(path))["manifest"][PARAMS]["bytes"])
+    except _MALFORMED as error:
+        raise BundleError(f"{Path(path) / META}: field {error} is missing or malformed") from error
+
+
 def read_contract(path: str | Path) -> Contract:
     """The contract of a bundle, without its weights.
 

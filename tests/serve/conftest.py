@@ -15,7 +15,15 @@ from serving_fakes import SMALL_CONTRACT
 
 from rlsvc.data.normalize import Normalizer
 from rlsvc.serve import log
+from rlsvc.serve.haproxy import free_ports
 from rlsvc.store.bundle import write_bundle
+
+
+@pytest.fixture(scope="session")
+def serve_port(ray_cluster):
+    """The port of the suite's Serve, which keeps its first one."""
+    (port,) = free_ports(1)
+    return port
 
 
 @pytest.fixture(scope="module")

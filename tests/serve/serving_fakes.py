@@ -95,19 +95,24 @@ def service_of(runner, **settings):
 @contextlib.contextmanager
 def serving(runner, port: int = 0, uvicorn_options: dict | None = None, keys=None, **settings):
     """Serve a runner on a loopback socket with uvicorn, as a Ray Serve replica does; gives "127.0.0.1:port"."""
-    with service_of(runner, **settings) as service:
-        # No logging set-up by uvicorn: it closes all handlers there are, and absl's closes the stderr that pytest lent.
-        options = {"log_config": None, "log_level": "error", "timeout_graceful_shutdown": 1} | (uvicorn_options or {})
-        config = uvicorn.Config(build_app(service, keys), host="127.0.0.1", port=port, **options)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        deadline = time.monotonic() + 10
-        while not server.started:
-            assert time.monotonic() < deadline, "uvicorn did not start"
-            time.sleep(0.01)
-        try:
-            yield f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
+    with service_of(runner, **settings) as service, serving_app(build_app(service, keys), port, uvicorn_options) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving_app(app, port: int = 0, uvicorn_options: dict | None = None):
+    """Serve an application likewise."""
+    # No logging set-up by uvicorn: it closes all handlers there are, and absl's closes the stderr that pytest lent.
+    options = {"log_config": None, "log_level": "error", "timeout_graceful_shutdown": 1} | (uvicorn_options or {})
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, **options))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started:
+        assert time.monotonic() < deadline, "uvicorn did not start"
+        time.sleep(0.01)
+    try:
+        yield f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)

@@ -18,7 +18,6 @@ from rlsvc.core.errors import NotFoundError, UserError
 from rlsvc.data.normalize import Normalizer
 from rlsvc.serve.application import BuildError, build, deployment_of
 from rlsvc.serve.deploy import APP, start
-from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.source import PolicySource
 from rlsvc.serve.version import CANARY, CURRENT, SHADOW
 from rlsvc.spec.serve import ServeSpec
@@ -119,7 +118,7 @@ def wait_for(url: str, **expected: str) -> None:
 
 
 @pytest.mark.ray
-def test_a_served_alias_is_promoted_refused_and_rolled_back_while_a_robot_acts(ray_cluster, registry, tmp_path):
+def test_a_served_alias_is_promoted_refused_and_rolled_back_while_a_robot_acts(serve_port, registry, tmp_path):
     from ray import serve
 
     ids = {name: read_bundle(made(tmp_path, name)).id for name in ("a", "bb", "ccc")}
@@ -127,12 +126,11 @@ def test_a_served_alias_is_promoted_refused_and_rolled_back_while_a_robot_acts(r
         registry.register(tmp_path / name, "arm")
     registry.promote("arm", 3, "candidate")
     registry.register(made(tmp_path, "slow", replace(SMALL_CONTRACT, rate_hz=5.0)), "arm")
-    (port,) = free_ports(1)
-    url = f"127.0.0.1:{port}"
+    url = f"127.0.0.1:{serve_port}"
     spec = ServeSpec(
         policy="models:/arm@production", root=str(tmp_path), watch_s=0.2, cpus=0.1, shadow="models:/arm@candidate"
     )
-    start(deployment_of(spec, port=port))
+    start(deployment_of(spec, port=serve_port))
     state = {"observation.state": np.zeros((1, 3), np.float32)}
     try:
         wait_for(url, current=ids["a"], shadow=ids["ccc"])

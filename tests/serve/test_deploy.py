@@ -21,7 +21,6 @@ from serving_fakes import SMALL_CONTRACT, FakeRunner, expected_action
 from rlsvc.client import ClientOptions, PolicyClient
 from rlsvc.core.wire import pack, unpack
 from rlsvc.serve.deploy import APP, Deployment, StartError, start
-from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -29,15 +28,18 @@ STATE = {"observation.state": np.array([1, 2, 3], np.float32)}
 
 
 @pytest.fixture(scope="module")
-def served(ray_cluster):
+def served(serve_port):
     """ "127.0.0.1:port" of a FakeRunner that takes 5 ms for a batch of up to 8."""
     from ray import cloudpickle, serve
 
     cloudpickle.register_pickle_by_value(serving_fakes)  # replicas do not see the tests' folder
-    (port,) = free_ports(1)
     settings = ServeSettings(max_body_bytes=2**20, max_batch=8, max_waiting=64)
-    start(Deployment("fake", lambda: FakeRunner(SMALL_CONTRACT, seconds=0.005), port=port, cpus=0.1, settings=settings))
-    yield f"127.0.0.1:{port}"
+    start(
+        Deployment(
+            "fake", lambda: FakeRunner(SMALL_CONTRACT, seconds=0.005), port=serve_port, cpus=0.1, settings=settings
+        )
+    )
+    yield f"127.0.0.1:{serve_port}"
     serve.delete(APP)
     cloudpickle.unregister_pickle_by_value(serving_fakes)
 

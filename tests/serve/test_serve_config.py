@@ -16,11 +16,10 @@ from rlsvc.commands.serve import serve
 from rlsvc.core.errors import NotFoundError, SpecError, UserError
 from rlsvc.serve import listener, preflight
 from rlsvc.serve.application import BuildError, build, deployments_of
-from rlsvc.serve.deploy import check_room
+from rlsvc.serve.deploy import Deployment, check_room
 from rlsvc.serve.haproxy import free_ports
 from rlsvc.serve.keys import new_key, write_file
 from rlsvc.serve.replica import PolicyReplica
-from rlsvc.serve.settings import ServeSettings
 from rlsvc.spec.compose import compose_file, validate
 from rlsvc.spec.serve import ServeConfigSpec, ServeSpec
 
@@ -252,7 +251,7 @@ def test_a_replica_without_keys_does_not_start_behind_a_listener_for_others(monk
     replica = object.__new__(PolicyReplica)
     monkeypatch.setattr(listener, "listener", lambda: "0.0.0.0")
     with pytest.raises(UserError, match=r"Serve listens on 0\.0\.0\.0"):
-        asyncio.run(PolicyReplica.__init__(replica, "arm", lambda: loaded.append(1), ServeSettings()))
+        asyncio.run(PolicyReplica.__init__(replica, Deployment("arm", lambda: loaded.append(1))))
     assert loaded == []
 
 
