@@ -87,12 +87,14 @@ class Metrics:
         )
         self.registry.register(_Watcher(loaded, self._labels))
         # Present from the start: an alarm on a counter that has never moved needs the zero.
-        for transport in ("http", "websocket", "oip"):
-            self._requests.labels(**self._labels, transport=transport)
+        self._answered = {
+            transport: self._requests.labels(**self._labels, transport=transport)
+            for transport in ("http", "websocket", "oip")
+        }
 
     def answered(self, transport: str, seconds: Mapping[str, float], batch_size: int) -> None:
         """One request answered; by each of `PARTS` the seconds that it took."""
-        self._requests.labels(**self._labels, transport=transport).inc()
+        self._answered[transport].inc()
         for name, part in zip(PARTS, self._parts, strict=True):
             part.observe(seconds[name])
         if batch_size:  # an action that was left of a chunk was in no batch
