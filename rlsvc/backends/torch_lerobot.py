@@ -28,7 +28,7 @@ from typing import Any
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import draccus
-import lerobot.policies  # noqa: F401 - registers the configurations
+import lerobot.policies as lerobot_policies
 import numpy as np
 import torch
 from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
@@ -44,6 +44,7 @@ from rlsvc.core.errors import BundleError, ContractError, SpecError, UserError, 
 from rlsvc.data.normalize import FIELDS, Normalizer, Stats
 from rlsvc.spec.torch_lerobot import LeRobotPolicySpec
 
+assert lerobot_policies  # what it imports registers the configurations
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 FILES = (CONFIG, f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json")
@@ -183,7 +184,7 @@ def horizon(config: PreTrainedConfig) -> int:
             f"{config.reward_delta_indices} around a step; torch_imitation has windows of observations up to it and "
             "actions from the oldest on"
         )
-    return len(done)
+    return 0 if done is None else len(done)
 
 
 def features(contract: Contract) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -309,6 +310,12 @@ def lerobot_stats(normalizer: Normalizer, contract: Contract) -> dict[str, dict[
     return found
 
 
+def norm_mode(config: PreTrainedConfig, kind: FeatureType) -> str:
+    """LeRobot's name of how features of a kind are normalised."""
+    mapping: Mapping[str, NormalizationMode] = getattr(config, "normalization_mapping", {})
+    return mapping.get(kind.value, NormalizationMode.IDENTITY).value
+
+
 def with_modes(normalizer: Normalizer, config: PreTrainedConfig) -> Normalizer:
     """The same statistics with the modes that LeRobot's processors normalise by, for what reads a bundle.
 
@@ -320,7 +327,7 @@ def with_modes(normalizer: Normalizer, config: PreTrainedConfig) -> Normalizer:
     for name, feature in {**(config.input_features or {}), **(config.output_features or {})}.items():
         if modes.get(name, "image") == "image":
             continue
-        mode = config.normalization_mapping.get(feature.type.value, NormalizationMode.IDENTITY).value
+        mode = norm_mode(config, feature.type)
         if mode not in ours:
             raise SpecError(
                 f"policy.config.normalization_mapping: {feature.type.value} is {mode}; statistics are computed for "
@@ -461,7 +468,7 @@ def read_normalizer(config: PreTrainedConfig, contract: Contract, preprocessor: 
             made = Stats(*(arrays.get(key) for key in FIELDS), count=0)  # pyright: ignore[reportArgumentType]
             kind = config.input_features.get(name) if config.input_features else None
             feature_type = FeatureType.ACTION if name == "action" else kind.type if kind else FeatureType.STATE
-            mode = config.normalization_mapping.get(feature_type.value, NormalizationMode.IDENTITY).value
+            mode = norm_mode(config, feature_type)
             ours = {theirs: mode for mode, theirs in MODES.items()}.get(mode, "mean_std")
             lacks = (ours == "min_max" and made.min is None) or (ours == "quantile" and made.q01 is None)
             modes[name], stats[name] = "mean_std" if lacks else ours, (made,)

@@ -44,7 +44,8 @@ class ByRow(TorchFunctionMode):
             return func(*args, **kwargs)
         return reader(self, func, args, kwargs)
 
-    def _from_rows(self, shape: Sequence[int], draw: Draw, device: Any, dtype: Any) -> torch.Tensor | None:
+    def from_rows(self, shape: Sequence[int], draw: Draw, device: Any, dtype: Any) -> torch.Tensor | None:
+        """What a function gives that draws numbers of this shape; None where the rows are not the batch's."""
         if not shape or not self.rows(int(shape[0])):
             return None
         made = self.draw(tuple(int(n) for n in shape), draw, torch.device(device or torch.get_default_device()))
@@ -69,7 +70,7 @@ def _new(draw: Draw) -> Callable[..., Any]:
     """torch.randn, torch.rand."""
 
     def read(mode: ByRow, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        made = mode._from_rows(_shape(args, kwargs), draw, kwargs.get("device"), kwargs.get("dtype"))
+        made = mode.from_rows(_shape(args, kwargs), draw, kwargs.get("device"), kwargs.get("dtype"))
         return func(*args, **kwargs) if made is None else made
 
     return read
@@ -81,7 +82,7 @@ def _like(draw: Draw) -> Callable[..., Any]:
     def read(mode: ByRow, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         like = args[0]
         device, dtype = kwargs.get("device") or like.device, kwargs.get("dtype") or like.dtype
-        made = mode._from_rows(like.shape, draw, device, dtype)
+        made = mode.from_rows(like.shape, draw, device, dtype)
         return func(*args, **kwargs) if made is None else made
 
     return read
@@ -98,7 +99,7 @@ def _randint(mode: ByRow, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         return torch.randint(int(low), int(high), shape, generator=generator, device=generator.device)
 
-    made = mode._from_rows(tuple(shape), draw, kwargs.get("device"), kwargs.get("dtype"))
+    made = mode.from_rows(tuple(shape), draw, kwargs.get("device"), kwargs.get("dtype"))
     return func(*args, **kwargs) if made is None else made
 
 
@@ -109,9 +110,9 @@ def _torch_normal(mode: ByRow, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     tensor = next((x for x in (mean, std) if isinstance(x, torch.Tensor)), None)
     if tensor is not None:
         shape = torch.broadcast_shapes(*(x.shape for x in (mean, std) if isinstance(x, torch.Tensor)))
-        made = mode._from_rows(shape, _normal, tensor.device, tensor.dtype)
+        made = mode.from_rows(shape, _normal, tensor.device, tensor.dtype)
     else:
-        made = mode._from_rows(tuple(names["size"]), _normal, kwargs.get("device"), kwargs.get("dtype"))
+        made = mode.from_rows(tuple(names["size"]), _normal, kwargs.get("device"), kwargs.get("dtype"))
     return func(*args, **kwargs) if made is None else made * std + mean
 
 
@@ -121,7 +122,7 @@ def _multinomial(mode: ByRow, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     weights, count = names["input"], int(names["num_samples"])
     made = None
     if weights.ndim == 2 and (count == 1 or names.get("replacement")):
-        made = mode._from_rows((len(weights), count), _uniform, weights.device, torch.float64)
+        made = mode.from_rows((len(weights), count), _uniform, weights.device, torch.float64)
     if made is None:
         return func(*args, **kwargs)
     edges = weights.double().cumsum(-1)
@@ -134,7 +135,7 @@ def _in_place(draw: Draw, low: str, high: str) -> Callable[..., Any]:
     def read(mode: ByRow, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         names = {low: 0.0, high: 1.0} | dict(zip((low, high), args[1:], strict=False)) | kwargs
-        made = mode._from_rows(tensor.shape, draw, tensor.device, tensor.dtype)
+        made = mode.from_rows(tensor.shape, draw, tensor.device, tensor.dtype)
         if made is None:
             return func(*args, **kwargs)
         scale = names[high] if low == "mean" else names[high] - names[low]
