@@ -90,6 +90,7 @@ class TorchImitation:
         self._before, self._narrow = preprocessor, precision == "bf16"
         self._device = next(policy.parameters()).device
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._begun = _counts(policy)
         self._freeze()
         policy.train()
         if spec.compile:
@@ -246,7 +247,8 @@ class TorchImitation:
         count, size = min(VALIDATION, data.num_windows), max(1, self.spec.batch_size // self.shards)
         index = torch.arange(count).numpy() * data.num_windows // count
         parts = [index[i : i + size] for i in range(0, count, size)]
-        kept = {name: buffer.clone() for name, buffer in self.policy.named_buffers()}
+        kept, counts = {name: buffer.clone() for name, buffer in self.policy.named_buffers()}, _counts(self.policy)
+        frozen = [p for p in self.policy.parameters() if not p.requires_grad]
         total = torch.zeros((), device=self._device)
         with self._acting():
             self.policy.eval()
@@ -255,8 +257,12 @@ class TorchImitation:
                 with self._autocast():
                     loss, _ = self.policy(self._before(batch))
                 total += loss.detach() * len(rows)
+        # Some count their calls, and freeze themselves after so many (VQ-BeT).
         for name, buffer in self.policy.named_buffers():
-            buffer.copy_(kept[name])  # some count their calls
+            buffer.copy_(kept[name])
+        _set_counts(self.policy, counts)
+        for p in self.policy.parameters():
+            p.requires_grad_(not any(p is other for other in frozen))
         self.policy.train()
         return {"loss": float(total) / count}
 
@@ -292,7 +298,9 @@ class TorchImitation:
         plain = {key: x for key, x in (schedule or {}).items() if key != "lr_lambdas"}
         rates = [group["lr"] for group in self._optimizer.param_groups]
         whole = {name: _whole(x).detach().cpu().clone() for name, x in tensors.items()}
-        return whole, {"updates": self.step, "schedule": plain, "rates": rates}
+        counts = {name: x for name, x in _counts(self.policy).items() if self._begun.get(name) != x}
+        frozen = [name for name, p in self.policy.named_parameters() if not p.requires_grad]
+        return whole, {"updates": self.step, "schedule": plain, "rates": rates, "counts": counts, "frozen": frozen}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], where: str) -> None:
@@ -317,6 +325,9 @@ class TorchImitation:
             kept = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
             if kept:
                 self._optimizer.state[p] = {key: self._moment(key, x, p) for key, x in kept.items()}
+        _set_counts(self.policy, meta["counts"])
+        for name, p in self.policy.named_parameters():
+            p.requires_grad_(name not in meta["frozen"])
         for group, rate in zip(self._optimizer.param_groups, meta["rates"], strict=True):
             group["lr"] = rate
         if self._schedule is not None:
@@ -337,6 +348,23 @@ def _matches(field: str, pattern: str, name: str) -> bool:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
         raise SpecError(f"{field}: '{pattern}' is not a regular expression ({error})") from error
+
+
+def _counts(policy: torch.nn.Module) -> dict[str, int]:
+    """Whole numbers that modules keep beside their buffers, such as the steps of VQ-BeT's first phase."""
+    return {
+        f"{path}.{name}": value
+        for path, module in policy.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int and not name.startswith("_")
+    }
+
+
+def _set_counts(policy: torch.nn.Module, counts: Mapping[str, int]) -> None:
+    modules = dict(policy.named_modules())
+    for key, value in counts.items():
+        path, _, name = key.rpartition(".")
+        setattr(modules[path], name, value)
 
 
 def _append(totals: dict[str, list[torch.Tensor]], name: str, value: Any) -> None:

@@ -179,6 +179,8 @@ def rank_main(config: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     contract = None if config["contract"] is None else Contract.from_json(config["contract"])
     spec = RunSpec.model_validate(config["spec"])
+    if ALGORITHMS[spec.algo.name].framework == "torch":
+        _take_card()
     try:
         learner = make_learner(spec, Path(config["run_dir"]), contract)
     except UserError as error:
@@ -342,6 +344,16 @@ class RayGroup:
                     continue
                 self._failure = traceback.format_exc()
             return
+
+
+def _take_card() -> None:
+    """Torch's current device is the card that Ray gave this rank: all ranks of a node see all of the group's."""
+    import torch
+    from ray.train.torch import get_device
+
+    device: Any = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _torch_backend(spec: RunSpec, on_gpu: bool) -> Any:

@@ -66,6 +66,8 @@ class TorchLearner:
         assert isinstance(given, LeRobotPolicySpec)
         self.spec, self.run_dir, self.clock = spec, run_dir, 0
         device = torch.device(choose_device(spec.device))
+        if device.type == "cuda":  # as lerobot-train has it
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         bare = make_config(given, None, device=device.type, precision=spec.precision)
         texts = TextIds()
         found = load_demonstrations(

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +16,8 @@ from rlsvc.runner import PolicyRunner
 from rlsvc.spec.compose import compose
 from rlsvc.store import checkpoint
 from rlsvc.store.bundle import read_bundle
-from rlsvc.train.run import train
+from rlsvc.store.tracking import read_metrics
+from rlsvc.train.run import run_dir, train
 from rlsvc.train.torch_learner import STATE, TorchLearner
 
 torch.set_num_threads(1)
@@ -25,6 +27,13 @@ n_vae_encoder_layers: 1, latent_dim: 4, pretrained_backbone_weights: null, dropo
 DIFFUSION = "policy.config={horizon: 8, down_dims: [8, 8], n_groups: 2, diffusion_step_embed_dim: 8, \
 num_train_timesteps: 4, pretrained_backbone_weights: null, optimizer_lr: 0.001, scheduler_warmup_steps: 2, \
 do_mask_loss_for_padding: true}"
+VQBET = "policy.config={n_action_pred_token: 2, action_chunk_size: 3, n_vqvae_training_steps: 5, \
+vqvae_embedding_dim: 8, vqvae_enc_hidden_dim: 8, gpt_block_size: 16, gpt_input_dim: 16, gpt_output_dim: 16, \
+gpt_n_layer: 1, gpt_n_head: 2, gpt_hidden_dim: 16, pretrained_backbone_weights: null}"
+IMAGES = (
+    "data.datasets=[{path: tests/data/pusht/pusht_first1.zarr}]", "data.validation_fraction=0",
+    "data.observation=[observation.image,observation.state]", "env.observation=pixels",
+)  # fmt: skip
 SIZES = {"act": ("experiment=act_pusht", ACT), "diffusion": ("experiment=lerobot_diffusion_pusht", DIFFUSION)}
 
 
@@ -95,6 +104,28 @@ def test_a_run_that_stopped_and_resumes_equals_one_that_did_not_bit_for_bit(make
     assert read_bundle(rest.bundle).id == read_bundle(whole.bundle).id
 
 
+def test_vqbet_resumes_in_either_of_its_phases_and_acts_from_images(make_spec):
+    """It counts the updates of its first phase outside of its weights, and freezes a part of itself after them."""
+    words = (
+        "policy.type=vqbet", "policy.n_obs_steps=2", "policy.n_action_steps=3", "~policy.config", f"+{VQBET}", *IMAGES,
+        "checkpoint.keep_last=9", "checkpoint.interval=3", "log_interval=3", "learner.updates_per_call=3",
+        "total_steps=9",
+    )  # fmt: skip
+    whole = train(make_spec("act", *words, "name=whole"), local=True)
+    for stop_at in (3, 6):
+        stop, name = threading.Event(), f"name=half{stop_at}"
+
+        def stop_once(step: int, metrics: dict[str, float], stop=stop, stop_at=stop_at) -> None:
+            if step == stop_at:
+                stop.set()
+
+        half = train(make_spec("act", *words, name), local=True, stop=stop, on_metrics=stop_once)
+        assert half.step == stop_at
+        rest = train(make_spec("act", *words, name, "resume=true"), local=True)
+        assert same(state_of(rest), state_of(whole))
+    assert read_bundle(whole.bundle).contract.observation["observation.image"].is_image
+
+
 def test_the_average_of_the_weights_acts_and_is_no_copy_of_them(make_spec):
     result = train(make_spec("act", "algo.ema={max_decay: 0.9}"), local=True)
     state, params = state_of(result), read_bundle(result.bundle).params
@@ -134,7 +165,7 @@ def test_lerobots_own_loop_on_the_same_batches_gives_the_same_weights(make_spec,
 @pytest.mark.parametrize("kind", sorted(SIZES))
 def test_micro_batches_give_the_gradient_of_their_batch(make_spec, tmp_path, kind):
     """Padded actions and noise included; dropout, whose masks are a micro-batch's own, is off."""
-    off = ("policy.config.dropout=0.0",) if kind == "act" else ()
+    off = ("policy.config.dropout=0.0", "policy.config.chunk_size=100") if kind == "act" else ()
     learners = [
         TorchLearner(make_spec(kind, *off, f"algo.accumulation={parts}", "data.max_train_episodes=1"), tmp_path)
         for parts in (1, 4)
@@ -142,6 +173,26 @@ def test_micro_batches_give_the_gradient_of_their_batch(make_spec, tmp_path, kin
     whole, cut = (learner.algorithm.update(learner._train, 1) for learner in learners)
     assert whole["loss"] == pytest.approx(cut["loss"], rel=1e-5)
     assert whole["grad_norm"] == pytest.approx(cut["grad_norm"], rel=1e-4)
+
+
+def test_mixed_precision_is_near_full_precision_and_in_the_bundle(make_spec, tmp_path):
+    full, narrow = (TorchLearner(make_spec("diffusion", f"precision={p}"), tmp_path) for p in ("fp32", "bf16"))
+    losses = [learner.algorithm.update(learner._train, 2)["loss"] for learner in (full, narrow)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    bundle = read_bundle(narrow.export(tmp_path / "bundle"))
+    assert bundle.precision == "bf16"
+    assert all(x.dtype == np.float32 for x in bundle.params.values())
+    assert '"use_amp": true' in (bundle.path / "config.json").read_text()
+    PolicyRunner.load(bundle.path, device="cpu").warm_up()
+
+
+@pytest.mark.slow
+def test_a_compiled_policy_learns_what_an_eager_one_does(make_spec, tmp_path):
+    eager, compiled = (TorchLearner(make_spec("diffusion", f"algo.compile={on}"), tmp_path) for on in ("false", "true"))
+    one, other = (learner.algorithm.update(learner._train, 3) for learner in (eager, compiled))
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert read_bundle(compiled.export(tmp_path / "bundle")).params.keys() == eager.algorithm.acting_state().keys()
 
 
 def test_frozen_weights_stay(make_spec, tmp_path):
@@ -222,3 +273,56 @@ def test_a_specification_that_does_not_fit_is_refused_before_anything_starts(mak
 def test_what_torch_has_no_place_for_is_refused_by_its_key(make_spec, words, message):
     with pytest.raises(UserError, match=message):
         make_spec("act", *words)
+
+
+def logged(spec, name: str) -> list[float]:
+    return [row[name] for row in read_metrics(run_dir(spec) / "metrics.jsonl") if name in row]
+
+
+def losses(spec) -> list[float]:
+    return logged(spec, "train/loss")
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_with_the_same_global_batch(make_spec, ray_cluster):
+    """ACT without dropout, half of whose actions are padded, and Diffusion whose noise is drawn."""
+    for kind, *words in (
+        ("act", "policy.config.dropout=0.0", "policy.config.chunk_size=100"),
+        ("diffusion", "algo.accumulation=2"),
+    ):
+        common = (*words, "env=null", "algo.ema={max_decay: 0.9}", "log_interval=1")
+        alone = make_spec(kind, *common, f"name={kind}_one")
+        together = make_spec(kind, *common, f"name={kind}_two", "learner.ranks=2")
+        train(alone, local=True)
+        train(together)
+        assert len(losses(alone)) == 8
+        assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
+        assert logged(together, "train/grad_norm") == pytest.approx(logged(alone, "train/grad_norm"), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_brings_the_group_back_from_the_last_commit(make_spec, ray_cluster):
+    spec = make_spec("diffusion", "env=null", "total_steps=16", "learner.ranks=2")
+    killed = []
+
+    def kill_once(step: int, metrics: dict[str, float]) -> None:
+        if step == 8 and not killed and "train/loss" in metrics:
+            mine = psutil.Process().children(recursive=True)
+            ranks = [p for p in mine if "RayTrainWorker" in " ".join(p.cmdline())]
+            killed.append(ranks[0].pid)
+            ranks[0].kill()
+
+    result = train(spec, on_metrics=kill_once)
+    assert killed
+    assert result.step == 16
+    train(make_spec("diffusion", "env=null", "total_steps=16", "name=whole"), local=True)
+    assert losses(spec)[-1] == pytest.approx(losses(make_spec("diffusion", "name=whole"))[-1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_group_on_ray_evaluates_by_rollout_workers_as_this_process_does(make_spec, ray_cluster):
+    here = train(make_spec("act", "name=here"), local=True)
+    there = train(make_spec("act", "name=there"))
+    assert {name: x for name, x in there.metrics.items() if name.startswith("eval/")} == pytest.approx(
+        {name: x for name, x in here.metrics.items() if name.startswith("eval/")}, rel=1e-4
+    )
