@@ -18,14 +18,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-# diffusers tells of its Flax classes whenever it is imported.
-os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import draccus
 import lerobot.policies as lerobot_policies
