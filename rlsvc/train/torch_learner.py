@@ -164,7 +164,8 @@ class TorchLearner:
     def _save(self, order: Order) -> Path:
         """Write and commit a checkpoint as `rlsvc.store.checkpoint` does, with safetensors for orbax."""
         final = self.checkpoints / str(order.step)
-        if order.step in checkpoint.steps(self.checkpoints):
+        # One rank's answer: another may look when the first has committed already, and would then wait for nobody.
+        if self.agree(int(order.step in checkpoint.steps(self.checkpoints))):
             return final
         tensors, plain = self.algorithm.state()
         if self._first:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from rlsvc.serve.app import build_app
 from rlsvc.serve.service import PolicyService, ServeSettings
 from rlsvc.spec.env import PushTSpec
 from rlsvc.spec.torch_lerobot import LeRobotPolicySpec
-from rlsvc.store.bundle import read_bundle
+from rlsvc.store.bundle import LEROBOT_WEIGHTS, read_bundle, write_bundle
 from rlsvc.train.standalone import evaluate_bundle
 
 KINDS = sorted(SIZES)
@@ -148,8 +149,6 @@ def test_weights_of_another_bundle_of_the_policy_are_taken_and_of_another_policy
     weights = load_file(folder / "model.safetensors")
     save_file({name: x * 1.5 for name, x in weights.items()}, folder / "model.safetensors")
     (folder / "bundle.json").unlink()
-    from rlsvc.store.bundle import LEROBOT_WEIGHTS, write_bundle
-
     other = write_bundle(tmp_path / "other", **from_folder(folder, 10.0), weights=LEROBOT_WEIGHTS)
     runner = runner_of(bundles["act"])
     seen = observation(runner.contract, 1)
@@ -208,8 +207,6 @@ def test_a_policy_that_keeps_chunks_between_requests_is_refused(bundles, tmp_pat
     config = json.loads((bundle.path / "config.json").read_text())
     folder = shutil.copytree(bundle.path, tmp_path / "ensemble")
     (folder / "config.json").write_text(json.dumps({**config, "n_action_steps": 1, "temporal_ensemble_coeff": 0.01}))
-    from dataclasses import replace
-
     with pytest.raises(BundleError, match="temporal_ensemble_coeff is set"):
         TorchRunner(replace(bundle, path=folder), device="cpu")
 
@@ -232,6 +229,49 @@ def test_a_policy_that_keeps_chunks_between_requests_is_refused(bundles, tmp_pat
 def test_a_specification_that_lerobot_refuses_says_where(fields, kind, message):
     with pytest.raises(kind, match=message):
         make_config(LeRobotPolicySpec(**fields), None)
+
+
+PLUGIN = {
+    "__init__": "from lerobot_policy_small import configuration_small",
+    "configuration_small": """
+from dataclasses import dataclass
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.act.configuration_act import ACTConfig
+
+@PreTrainedConfig.register_subclass("small")
+@dataclass
+class SmallConfig(ACTConfig):
+    pass
+""",
+    "modeling_small": """
+from lerobot.policies.act.modeling_act import ACTPolicy
+from lerobot_policy_small.configuration_small import SmallConfig
+
+class SmallPolicy(ACTPolicy):
+    config_class, name = SmallConfig, "small"
+""",
+    "processor_small": """
+from lerobot.policies.act.processor_act import make_act_pre_post_processors as make_small_pre_post_processors
+""",
+}
+
+
+def test_a_policy_of_an_installed_plugin_is_imported_and_acts(lerobot_folders, tmp_path, monkeypatch):
+    package = tmp_path / "lerobot_policy_small"
+    package.mkdir()
+    for name, text in PLUGIN.items():
+        (package / f"{name}.py").write_text(text)
+    installed = tmp_path / "lerobot_policy_small-0.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: lerobot_policy_small\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = shutil.copytree(lerobot_folders["act"], tmp_path / "saved")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "type": "small"}))
+    path = write_bundle(tmp_path / "bundle", **from_folder(folder, 10.0), weights=LEROBOT_WEIGHTS)
+    runner = runner_of(path)
+    assert runner.name == "small"
+    assert runner.act(observation(runner.contract, 1), np.zeros(1), np.zeros(1)).action.shape == (1, 4, 2)
 
 
 def test_a_contract_that_a_policy_cannot_read_is_refused(bundles):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ def _rank(rank: int, store: str, spec: dict, folder: str, updates: int, results)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=made.learner.ranks)
     learner = TorchLearner(made, Path(folder))
     found = [learner.algorithm.update(learner._train, 1) for _ in range(updates)]
+    time.sleep(2 * rank)  # the first rank commits before another looks whether there is a checkpoint
     learner.execute(Order("checkpoint", learner.step))
+    assert learner.agree(7 - rank) == 7, "the ranks are no longer in the same place"
     learner.execute(Order("export", learner.step))
     if rank == 0:
         results.put((learner.step, found))
