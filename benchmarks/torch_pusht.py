@@ -72,7 +72,7 @@ def main() -> None:
                 minutes = (time.perf_counter() - start) / 60
                 found = evaluate_bundle(
                     str(bundle), env, episodes=args.episodes, parallel=min(args.parallel, args.episodes),
-                    workers=args.workers, local=True,
+                    workers=max(1, args.workers), local=True,
                 )  # fmt: skip
                 episodes[side] += found.episodes
                 overlap = found.interval("max_reward")
