@@ -10,18 +10,23 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from rlsvc.core.contract import Contract
-from rlsvc.core.errors import BundleError
+from rlsvc.core.errors import BundleError, UserError
 from rlsvc.core.types import ActionChunk
 from rlsvc.data.normalize import Stats
 from rlsvc.data.transforms import RobotTransforms
 from rlsvc.spec.robot import RobotSpec
 from rlsvc.store.bundle import Bundle, read_bundle
 
+if TYPE_CHECKING:
+    from rlsvc.backends.torch_runner import TorchRunner
+
+LEROBOT = "lerobot"
+"""The name of policies that Torch runs, in LeRobot's own code."""
 BASELINES = ("zero", "random")
 """Policies without weights: no motion target at all (zeros), and uniform over the contract's action range."""
 
@@ -239,12 +244,25 @@ class PolicyRunner:
         self.version = version
 
     @classmethod
-    def load(cls, path: str | Path, **options: object) -> PolicyRunner | BaselineRunner:
-        """Read, verify and make ready; `options` as in the constructor. Baselines need none."""
+    def load(cls, path: str | Path, **options: Any) -> PolicyRunner | TorchRunner | BaselineRunner:
+        """Read, verify and make ready, whatever runs the policy; `options` as in the constructor. Baselines need none.
+
+        Raises:
+            UserError: a bundle that does not fit, or a package that its policy needs is not installed.
+        """
         bundle = read_bundle(path)
-        if bundle.policy.get("name") in BASELINES:
-            return BaselineRunner(str(bundle.policy["name"]), bundle.contract, bundle.id, bundle.robot)
-        return cls(bundle, **options)  # pyright: ignore[reportArgumentType]
+        name = str(bundle.policy["name"])
+        if name in BASELINES:
+            return BaselineRunner(name, bundle.contract, bundle.id, bundle.robot)
+        if name != LEROBOT:
+            return cls(bundle, **options)
+        try:
+            from rlsvc.backends.torch_runner import TorchRunner
+        except ImportError as error:
+            raise UserError(
+                f"{path}: a policy of LeRobot's needs {error.name}, which is not installed: pip install 'rlsvc[torch]'"
+            ) from error
+        return TorchRunner(bundle, **options)
 
     def act(
         self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None

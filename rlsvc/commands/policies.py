@@ -123,6 +123,35 @@ def convert(
         console.print(note, markup=False)
 
 
+@app.command("import")
+def import_policy(
+    source: Annotated[
+        Path, typer.Argument(help="A folder that LeRobot's save_pretrained or lerobot-train wrote (pretrained_model).")
+    ],
+    target: Annotated[Path, typer.Argument(help="The bundle to write; not there yet.")],
+    rate: Annotated[float, typer.Option(min=0.001, help="Control rate in Hz, which the folder does not know.")],
+    name: Annotated[str | None, typer.Option(help="Register the bundle under this name, too.")] = None,
+    root: Root = "runs",
+    store: Store = None,
+) -> None:
+    """Make a bundle of a LeRobot policy, which LeRobot's own Torch code then runs: act, diffusion, vqbet, ..."""
+    from rlsvc.store.bundle import LEROBOT_WEIGHTS, write_bundle
+
+    try:
+        from rlsvc.backends.torch_lerobot import from_folder
+    except ImportError as error:
+        raise UserError(
+            f"LeRobot's policies need {error.name}, which is not installed: pip install 'rlsvc[torch]'"
+        ) from error
+    if target.exists():
+        raise UserError(f"{target}: is there already; give another name, or delete it first")
+    write_bundle(target, **from_folder(source, rate), weights=LEROBOT_WEIGHTS)
+    console = Console()
+    console.print(f"{target} is written.")
+    if name is not None:
+        console.print(f"registered as models:/{name}/{_registry(root, store).register(target, name)}")
+
+
 def _registry(root: str, store: str | None) -> Registry:
     try:
         from rlsvc.store.registry import Registry

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rlsvc.spec.base import Spec
 from rlsvc.spec.hiors import HiORSSpec
@@ -15,6 +15,7 @@ from rlsvc.spec.imitation import ImitationSpec
 from rlsvc.spec.reward_classifier import RewardLearningSpec
 from rlsvc.spec.sac import SACSpec
 from rlsvc.spec.tdmpc2 import TDMPC2Spec
+from rlsvc.spec.torch_lerobot import TorchImitationSpec
 from rlsvc.spec.value_function import ValueFunctionSpec
 
 
@@ -33,6 +34,7 @@ class Entry:
         episodes: `module:function` that says what is learned from a whole episode of its rollouts, for an algorithm
             that draws windows from those besides; None for one that does not. Takes the episode
             (`rlsvc.data.episodes`), the algorithm's specification and the contract; gives columns or None.
+        framework: jax or torch: which learner a rank of the group is (rlsvc/train/group.py).
         extras: names of what the policy hands out besides actions and the algorithm wants stored with each step, given
             the algorithm's specification.
     """
@@ -44,6 +46,7 @@ class Entry:
     acts: bool = True
     sequence_length: Callable[[Any], int] | None = None
     episodes: str | None = None
+    framework: Literal["jax", "torch"] = "jax"
     extras: Callable[[Any], tuple[str, ...]] = lambda algo: ()
 
 
@@ -63,6 +66,9 @@ ALGORITHMS: dict[str, Entry] = {
         ("tdmpc2",),
         sequence_length=lambda policy: policy.horizon,
         extras=_tdmpc2_extras,
+    ),
+    "torch_imitation": Entry(
+        TorchImitationSpec, "rlsvc.backends.torch_imitation:TorchImitation", ("lerobot",), framework="torch"
     ),
     "reward_classifier": Entry(
         RewardLearningSpec, "rlsvc.algos.reward_classifier:RewardLearning", ("reward_classifier",), acts=False

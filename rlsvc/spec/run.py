@@ -22,12 +22,14 @@ from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.sac import GaussianPolicySpec
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
+from rlsvc.spec.torch_lerobot import LeRobotPolicySpec, TorchImitationSpec
 from rlsvc.spec.tracking import TrackingSpec
 from rlsvc.spec.value_function import ValueMlpSpec, ValueVlmSpec
 
 PolicySpec = Annotated[
     DiffusionSpec
     | GaussianPolicySpec
+    | LeRobotPolicySpec
     | Pi0Spec
     | Pi0FastSpec
     | TDMPC2PolicySpec
@@ -158,12 +160,8 @@ class RunSpec(Spec):
                 f"env: algo {self.algo.name} trains what does not act, so there is nothing to try in an environment; "
                 "leave env out"
             )
-        parts = self.learner.ranks * (self.algo.optimizer.accumulation if hasattr(self.algo, "optimizer") else 1)
-        if self.algo.batch_size % parts:
-            raise ValueError(
-                f"algo.batch_size: {self.algo.batch_size} is not a multiple of "
-                f"learner.ranks x algo.optimizer.accumulation = {parts}"
-            )
+        self._check_parts()
+        self._check_torch()
         self._check_phases()
         self._check_robot()
         self._check_one_robot()
@@ -176,6 +174,42 @@ class RunSpec(Spec):
         if self.resume and self.overwrite:
             raise ValueError("resume, overwrite: choose one; resume goes on with the run, overwrite deletes it first")
         return self
+
+    def _check_parts(self) -> None:
+        """A batch is cut evenly."""
+        where, parts = "algo.optimizer.accumulation", self.learner.ranks
+        if isinstance(self.algo, TorchImitationSpec):
+            where, parts = "algo.accumulation", parts * self.algo.accumulation
+        elif hasattr(self.algo, "optimizer"):
+            parts *= self.algo.optimizer.accumulation
+        if self.algo.batch_size % parts:
+            raise ValueError(
+                f"algo.batch_size: {self.algo.batch_size} is not a multiple of learner.ranks x {where} = {parts}"
+            )
+
+    def _check_torch(self) -> None:
+        """What the Torch learner has no place for."""
+        if not isinstance(self.algo, TorchImitationSpec):
+            return
+        learner, data = self.learner, self.data
+        if data is None:
+            raise ValueError("data: torch_imitation learns from demonstrations; name some")
+        refused = (
+            (learner.tensor != 1, "learner.tensor", f"{learner.tensor}", "1 (FSDP cuts Torch's weights: learner.fsdp)"),
+            (learner.ranks % learner.fsdp != 0, "learner.fsdp", f"{learner.fsdp}", "a divisor of learner.ranks"),
+            (bool(data.normalization), "data.normalization", "modes", "none; policy.config.normalization_mapping"),
+            (data.norm_stats is not None, "data.norm_stats", "a file", "none; the statistics are those of the data"),
+            (len({d.group for d in data.datasets}) > 1, "data.datasets", "several groups", "one, as LeRobot has it"),
+            (
+                self.robot is not None and self.robot.delta is not None,
+                "robot.delta",
+                "relative actions",
+                "none; LeRobot's are policy.config.use_relative_actions where the policy has them",
+            ),
+        )
+        for bad, name, got, expected in refused:
+            if bad:
+                raise ValueError(f"{name}: got {got}, with algo torch_imitation expected {expected}")
 
     def _check_robot(self) -> None:
         if self.robot is None:

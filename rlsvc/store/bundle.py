@@ -2,7 +2,7 @@
 
     bundle.json         schema version, id, policy, precision, contract, normaliser, robot, run, versions, and of each
                         file the sha256
-    params.safetensors  weights by name
+    params.safetensors  weights by name; model.safetensors where LeRobot reads the folder too
     ...                 what else the policy needs, named in the manifest (tokenizer.model)
 
 No pickle anywhere. A bundle is written under a temporary name, synced to disk and renamed, so that a partial one never
@@ -44,6 +44,9 @@ SCHEMA_VERSION = 2
 READS = (1, 2)
 """Schema versions: 1 had no robot."""
 META, PARAMS = "bundle.json", "params.safetensors"
+LEROBOT_WEIGHTS = "model.safetensors"
+WEIGHTS = (PARAMS, LEROBOT_WEIGHTS)
+"""What the file of weights may be called; a bundle has one of them."""
 PACKAGES = ("rlsvc", "jax", "flax", "numpy")
 MAX_META_BYTES = 8 * 2**20
 """JSON takes some forty times its size in memory."""
@@ -90,10 +93,11 @@ def write_bundle(
     run: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
     robot: RobotSpec | None = None,
+    weights: str = PARAMS,
 ) -> Path:
     """Write a bundle; a folder already there under this name is replaced only once the new one is whole.
 
-    `files`: what else the policy needs (a tokenizer), by plain file name.
+    `files`: what else the policy needs (a tokenizer), by plain file name; `weights`: one of WEIGHTS.
 
     Raises:
         BundleError: the normaliser does not cover the contract, or a weight is not finite.
@@ -111,8 +115,8 @@ def write_bundle(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        data = save({name: np.ascontiguousarray(value) for name, value in params.items()})
-        contents = {PARAMS: data, **(files or {})}
+        data = save({name: np.asarray(value, order="C") for name, value in params.items()})
+        contents = {weights: data, **(files or {})}
         for name, content in contents.items():
             _write_synced(partial / name, content)
         meta: dict[str, Any] = {
@@ -169,11 +173,14 @@ def read_bundle(path: str | Path) -> Bundle:
     except _MALFORMED as error:
         raise BundleError(f"{path / META}: field {error} is missing or malformed") from error
     _check_sizes(contract, path)
-    if not isinstance(manifest, dict) or PARAMS not in manifest:
-        raise BundleError(f"{path / META}: the manifest does not name {PARAMS}")
+    named = [name for name in WEIGHTS if isinstance(manifest, dict) and name in manifest]
+    if not named:
+        raise BundleError(f"{path / META}: the manifest does not name {PARAMS}, nor {LEROBOT_WEIGHTS}")
+    if len(named) > 1:
+        raise BundleError(f"{path / META}: the manifest names both {PARAMS} and {LEROBOT_WEIGHTS}; a bundle has one")
     weights = b""
     for name, entry in manifest.items():
-        if name == PARAMS:
+        if name == named[0]:
             weights = _read_verified(path, name, entry, keep=True)
         else:
             _read_verified(path, name, entry, keep=False)
@@ -188,7 +195,7 @@ def read_bundle(path: str | Path) -> Bundle:
         params = load(weights)
         json.loads(weights[8 : 8 + length], object_pairs_hook=_unique)
     except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise BundleError(f"{path / PARAMS}: not a safetensors file ({error})") from error
+        raise BundleError(f"{path / named[0]}: not a safetensors file ({error})") from error
     if not isinstance(policy.get("name"), str):
         raise BundleError(f"{path / META}: the policy has no name")
     if precision not in PRECISIONS:

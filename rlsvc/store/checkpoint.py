@@ -58,7 +58,7 @@ def save(
     partial = folder / f".{step}.tmp"
     if first:
         folder.mkdir(parents=True, exist_ok=True)
-        _check_room(folder, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        check_room(folder, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
         for stale in folder.glob(".*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir()
@@ -80,7 +80,7 @@ def save(
     except (OSError, ValueError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
-            raise _full(folder, step) from error
+            raise full(folder, step) from error
         raise
     _barrier(f"checkpoint-{step}-end")
     return final
@@ -162,12 +162,14 @@ def _barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse a checkpoint of `needed` bytes that does not fit the disk. Raises UserError."""
     if shutil.disk_usage(folder).free < needed * 1.1:
-        raise _full(folder, None, needed)
+        raise full(folder, None, needed)
 
 
-def _full(folder: Path, step: int | None, needed: int | None = None) -> UserError:
+def full(folder: Path, step: int | None, needed: int | None = None) -> UserError:
+    """The error of a full disk: of which step, and how many bytes were needed where that is known."""
     free = shutil.disk_usage(folder).free
     what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
     size = f" of {needed / 2**20:.0f} MiB" if needed else ""

@@ -16,18 +16,42 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
+from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.run import RunSpec
 from rlsvc.train.orchestrator import GroupRestarted, Order
+
+if TYPE_CHECKING:
+    from rlsvc.train.learner import Learner
+    from rlsvc.train.torch_learner import TorchLearner
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 START_TIMEOUT_S = 600.0
 PARAMS_TIMEOUT_S = 60.0
+
+
+def make_learner(spec: RunSpec, run_dir: Path, contract: Contract | None) -> Learner | TorchLearner:
+    """The rank's learner, in the framework of the run's algorithm; arguments are the learners'.
+
+    Raises:
+        UserError: as the learners; or a package that it needs is not installed.
+    """
+    if ALGORITHMS[spec.algo.name].framework == "torch":
+        try:
+            from rlsvc.train.torch_learner import TorchLearner
+        except ImportError as error:
+            raise UserError(
+                f"algo {spec.algo.name} needs {error.name}, which is not installed: pip install 'rlsvc[torch]'"
+            ) from error
+        return TorchLearner(spec, run_dir, contract)
+    from rlsvc.train.learner import Learner
+
+    return Learner(spec, run_dir, contract)
 
 
 class LocalGroup:
@@ -38,9 +62,7 @@ class LocalGroup:
 
     def start(self) -> int:
         """See LearnerGroup."""
-        from rlsvc.train.learner import Learner
-
-        self._learner = Learner(*self._make)
+        self._learner = make_learner(*self._make)
         return self._learner.clock
 
     def execute(self, order: Order) -> dict[str, Any]:
@@ -151,14 +173,16 @@ def rank_main(config: dict[str, Any]) -> None:
     import ray.train
 
     from rlsvc.nn.params import flatten_params
-    from rlsvc.train.learner import Learner
 
     mailbox = config["mailbox"]
     ray.get(mailbox.join.remote(ray.get_runtime_context().current_actor))
     rank = ray.train.get_context().get_world_rank()
     contract = None if config["contract"] is None else Contract.from_json(config["contract"])
+    spec = RunSpec.model_validate(config["spec"])
+    if ALGORITHMS[spec.algo.name].framework == "torch":
+        _take_card()
     try:
-        learner = Learner(RunSpec.model_validate(config["spec"]), Path(config["run_dir"]), contract)
+        learner = make_learner(spec, Path(config["run_dir"]), contract)
     except UserError as error:
         # A person's mistake is not retried: it goes to the driver as it is.
         if rank == 0:
@@ -166,7 +190,8 @@ def rank_main(config: dict[str, Any]) -> None:
             ray.get(mailbox.done.remote(attempt, -1, {"user_error": str(error)}))
         return
     ranks = ray.train.get_context().get_world_size()
-    attempt = _agree_on_attempt(mailbox, rank, learner.clock)
+    begun: Any = ray.get(mailbox.begin.remote(learner.clock)) if rank == 0 else 0
+    attempt = learner.agree(begun)
     index = 0
     while True:
         found: Any = ray.get(mailbox.order.remote(attempt, index, rank, ranks))
@@ -188,15 +213,6 @@ def rank_main(config: dict[str, Any]) -> None:
             ray.get(mailbox.done.remote(attempt, order.number, result))
         if order.kind == "stop" or "user_error" in result:
             return
-
-
-def _agree_on_attempt(mailbox: Any, rank: int, step: int) -> int:
-    import numpy as np
-    import ray
-    from jax.experimental import multihost_utils
-
-    attempt: Any = ray.get(mailbox.begin.remote(step)) if rank == 0 else 0
-    return int(multihost_utils.broadcast_one_to_all(np.int32(attempt)))
 
 
 def _report(path: Path, rank: int) -> None:
@@ -330,6 +346,23 @@ class RayGroup:
             return
 
 
+def _take_card() -> None:
+    """Torch's current device is the card that Ray gave this rank: all ranks of a node see all of the group's."""
+    import torch
+    from ray.train.torch import get_device
+
+    device: Any = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _torch_backend(spec: RunSpec, on_gpu: bool) -> Any:
+    """What makes TorchTrainer of a DataParallelTrainer: one process group, NCCL on GPUs and Gloo on CPUs."""
+    from ray.train.torch import TorchConfig
+
+    return TorchConfig(backend="nccl" if on_gpu else "gloo", timeout_s=int(spec.learner.timeout_s))
+
+
 def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):
     import ray.train
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -338,13 +371,15 @@ def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):
 
     learner = spec.learner
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if not learner.gpus_per_rank or spec.device == "cpu":
+    torch_learns = ALGORITHMS[spec.algo.name].framework == "torch"
+    on_gpu = bool(learner.gpus_per_rank) and spec.device != "cpu"
+    if torch_learns or not on_gpu:
         environment["JAX_PLATFORMS"] = "cpu"
     resources = {"CPU": learner.cpus_per_rank} | ({"GPU": learner.gpus_per_rank} if learner.gpus_per_rank else {})
     return DataParallelTrainer(
         rank_main,
         train_loop_config=config,
-        backend_config=JaxBackendConfig(),
+        backend_config=_torch_backend(spec, on_gpu) if torch_learns else JaxBackendConfig(),
         scaling_config=ray.train.ScalingConfig(
             num_workers=learner.ranks, use_gpu=bool(learner.gpus_per_rank), resources_per_worker=resources
         ),

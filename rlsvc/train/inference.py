@@ -16,7 +16,7 @@ import numpy as np
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.core.types import ActionChunk
-from rlsvc.runner import PolicyRunner
+from rlsvc.runner import BaselineRunner, PolicyRunner
 from rlsvc.store.bundle import read_bundle
 from rlsvc.train.workers import WorkerLost
 
@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 900.0
 
 
 class LocalInference:
-    """A PolicyRunner that is given one bundle after the other and compiles once; arguments are the runner's."""
+    """A runner that is given one bundle after the other and compiles once; arguments are the runner's."""
 
     def __init__(
         self, batch_sizes: tuple[int, ...], device: str, sample_steps: int | None = None, group: str | None = None
@@ -40,10 +40,10 @@ class LocalInference:
 
     def load(self, path: str | Path) -> Contract:
         """Act with this bundle from now on. Raises BundleError."""
-        if isinstance(self._runner, PolicyRunner):
-            self._runner.set_weights(read_bundle(path))
-        else:
+        if self._runner is None or isinstance(self._runner, BaselineRunner):
             self._runner = PolicyRunner.load(path, **self._options)
+        else:
+            self._runner.set_weights(read_bundle(path))
         self.contract, self.version = self._runner.contract, self._runner.version
         return self.contract
 

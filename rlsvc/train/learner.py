@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlsvc.algos import load_algorithm
@@ -115,6 +116,11 @@ class Learner:
     def step(self) -> int:
         """Updates done."""
         return int(self.state.step)
+
+    @staticmethod
+    def agree(value: int) -> int:
+        """The first rank's value, on every rank."""
+        return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
     def execute(self, order: Order) -> dict[str, Any]:
         """Carry out one order and wait for the device; the result is the same on every rank."""

@@ -34,6 +34,7 @@ from rlsvc.policies import make_prompter
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.reward_classifier import RewardClassifierSpec, RewardLearningSpec
 from rlsvc.spec.run import RunSpec
+from rlsvc.spec.torch_lerobot import LeRobotPolicySpec
 from rlsvc.store import checkpoint
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.rollout_worker import extra_columns
@@ -50,6 +51,7 @@ class WindowData:
         """Read the datasets; `env`: the environment's contract, `put`: lays arrays on all devices."""
         assert spec.data is not None
         policy = spec.policy
+        assert not isinstance(policy, LeRobotPolicySpec), "Torch has its own windows"
         self.prompter = make_prompter(policy.model_dump(mode="json"))
         advantage, selection, conditioning = getattr(spec.algo, "advantage", None), None, None
         where = {"root": spec.root, "uri": spec.tracking.mlflow_uri, "device": spec.device}
@@ -73,7 +75,7 @@ class WindowData:
             robot=spec.robot,
         )
         self.normalizer = self.demonstrations.normalizer
-        self.contract = _joined(self.demonstrations.contract, env, spec)
+        self.contract = joined(self.demonstrations.contract, env, spec)
         self._train = self._place(spec, self.demonstrations.train, put, platform)
         held_back = self.demonstrations.validation
         self.validation = None if held_back is None else put(held_back)
@@ -227,7 +229,7 @@ class SequenceData(FromJournal):
         table = None if spec.data is None else self._read(spec)
         if table is not None:
             assert spec.data is not None
-            env = _joined(table_contract(table, spec.data, spec.policy.n_obs_steps), env, spec)
+            env = joined(table_contract(table, spec.data, spec.policy.n_obs_steps), env, spec)
         assert env is not None
         self.contract = env
         self.normalizer = Normalizer.from_contract(env)
@@ -301,7 +303,7 @@ class SequenceData(FromJournal):
         return load_features(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action, *extra))
 
 
-def _joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:
+def joined(mine: Contract, env: Contract | None, spec: RunSpec) -> Contract:
     """The dataset's contract with the units and bounds of the environment, which knows them.
 
     Raises:

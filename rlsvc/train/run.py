@@ -21,6 +21,7 @@ from rlsvc.data.journal import Journal
 from rlsvc.envs.make import make_env
 from rlsvc.spec.compose import compose, to_yaml
 from rlsvc.spec.run import RunSpec
+from rlsvc.spec.torch_lerobot import LeRobotPolicySpec
 from rlsvc.store import checkpoint
 from rlsvc.store.registry import register
 from rlsvc.store.tracking import RunTracker, Status, make_tracker
@@ -90,6 +91,7 @@ def train(
         UserError: anything in the specification, data or machine that does not fit; nothing already saved is lost.
     """
     _check_folder(spec)
+    _check_torch(spec, profile)
     contract = _env_contract(spec)
     placed = spec
     if not local:
@@ -273,6 +275,21 @@ def _env_contract(spec: RunSpec) -> Contract | None:
         return env.contract(spec.policy.n_obs_steps, spec.policy.n_action_steps)
     finally:
         env.close()
+
+
+def _check_torch(spec: RunSpec, profile: Path | None) -> None:
+    """Refuse what LeRobot would, before anything starts."""
+    if not isinstance(spec.policy, LeRobotPolicySpec):
+        return
+    if profile is not None:
+        raise UserError(f"--profile: traces JAX, but algo {spec.algo.name} learns in Torch; leave it out")
+    try:
+        from rlsvc.backends.torch_lerobot import make_config
+    except ImportError as error:
+        raise UserError(
+            f"algo {spec.algo.name} needs {error.name}, which is not installed: pip install 'rlsvc[torch]'"
+        ) from error
+    make_config(spec.policy, None)
 
 
 def _check_folder(spec: RunSpec) -> None:
