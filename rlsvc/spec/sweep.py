@@ -420,7 +420,10 @@ def _check_judging(spec: SweepSpec, base: RunSpec) -> None:
             f"concurrency: got {spec.concurrency} with scheduler {scheduler.name}, which interrupts trials and goes on "
             "with as many as there is room for; leave it out, and set resources"
         )
-    every = base.evaluation.interval if spec.metric.startswith("eval/") else base.log_interval
+    key, every = next(
+        (each for prefix, each in _cadences(base).items() if spec.metric.startswith(prefix)),
+        ("log_interval", base.log_interval),
+    )
     if scheduler.name != "fifo" and every is None:
         raise SpecError(
             f"scheduler.name: {scheduler.name} judges trials as they go, but {spec.metric} comes at the end alone "
@@ -435,8 +438,16 @@ def _check_judging(spec: SweepSpec, base: RunSpec) -> None:
     if scheduler.name in PAUSING and every is not None and every > interval:
         raise SpecError(
             f"scheduler.name: {scheduler.name} judges every {interval} steps, but {spec.metric} comes every {every}. "
-            f"Set {'evaluation.interval' if spec.metric.startswith('eval/') else 'log_interval'}={interval} in run"
+            f"Set {key}={interval} in run"
         )
+
+
+def _cadences(base: RunSpec) -> dict[str, tuple[str, int | None]]:
+    """The key that says how often metrics of a prefix come, and its value; all others come at log_interval."""
+    return {
+        "eval/": ("evaluation.interval", base.evaluation.interval),
+        "validation/": ("checkpoint.interval", base.checkpoint.interval),
+    }
 
 
 def tried(spec: SweepSpec) -> Iterator[Values]:

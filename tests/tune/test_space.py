@@ -251,14 +251,76 @@ def test_a_grace_longer_than_the_run_and_a_metric_of_an_evaluation_that_never_is
         check_space(sweep(), base.replace(env=None))
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "tune_spaces").glob("*.yaml")), ids=lambda path: path.stem
-)
-def test_every_space_that_ships_fits_its_run(path):
+ROOT = Path(__file__).parents[2]
+SPACES = sorted((ROOT / "tune_spaces").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SPACES, ids=lambda path: path.stem)
+def test_every_space_that_ships_fits_its_run_and_the_schema(path):
     from rlsvc.spec.compose import compose
 
     spec = load_sweep(path)
     check_space(spec, compose(spec.run))
+    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+    assert [error.message for error in schema().iter_errors(plain(path.read_text()))] == []
+    assert spec.name == path.stem
+
+
+def test_every_algorithm_has_a_space():
+    from rlsvc.spec.algorithms import ALGORITHMS
+    from rlsvc.spec.compose import compose
+
+    bases = [compose(load_sweep(path).run) for path in SPACES]
+    assert {run.algo.name for run in bases} == set(ALGORITHMS)
+    assert {run.policy.name for run in bases} >= {"diffusion", "pi0", "pi0_fast", "gaussian", "tdmpc2", "value_mlp"}
+
+
+def schema():
+    from jsonschema import Draft202012Validator
+
+    from rlsvc.spec.sweep_schema import sweep_schema
+
+    Draft202012Validator.check_schema(sweep_schema())
+    return Draft202012Validator(sweep_schema())
+
+
+def plain(text: str):
+    """As an editor reads it: YAML 1.2, where 3e-5 is a number."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.create(text))
+
+
+def test_the_schema_that_ships_is_that_of_the_code():
+    import json
+
+    from rlsvc.spec.sweep_schema import sweep_schema
+
+    assert json.loads((ROOT / "tune_spaces" / "schema.json").read_text()) == sweep_schema()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (("loguniform", "loguniforn"), "loguniforn"),
+        (("samples", "sampels"), "sampels"),
+        (("[1e-5, 1e-3]", "[1e-5]"), "loguniform"),
+        (("grace: 10", "grace: ten"), "ten"),
+        (("name: asha", "name: asher"), "asher"),
+        (("run: [experiment=pusht_diffusion]", "runs: x"), "run"),
+    ],
+)
+def test_the_schema_refuses_what_the_loader_refuses(change, fault):
+    assert [error.message for error in schema().iter_errors(plain(YAML))] == []
+    errors = [error.message for error in schema().iter_errors(plain(YAML.replace(*change)))]
+    assert errors
+    assert any(fault in error for error in errors)
+
+
+def test_the_schema_names_the_keys_of_the_run_for_an_editor_to_complete():
+    keys = schema().schema["properties"]["space"]["properties"]
+    assert {"algo.learning_rate", "policy.backbone.layers", "policy.lora_expert.rank", "seed"} <= set(keys)
+    assert keys["policy.horizon"]["description"]
 
 
 def test_a_space_is_validated_without_jax_torch_or_ray():
