@@ -363,7 +363,10 @@ def _tree(base: RunSpec, values: Mapping[str, Any], variables: bool = False) -> 
                 place = ".".join(path[: depth + 1])
                 raise SpecError(f"space: '{key}': {place} is {node!r} in what was chosen above, and has no keys")
         # A copy: a key below sets a part of the section that was chosen, which other trials choose too.
-        node[int(last) if isinstance(node, list) else last] = copy.deepcopy(value)
+        if isinstance(node, list):
+            node[int(last)] = copy.deepcopy(value)
+        else:
+            node[last] = copy.deepcopy(value)
         chosen.append(key)
     return tree
 

@@ -78,21 +78,16 @@ def _judge(spec: SweepSpec, number: int, trials: list[Trial]) -> Configuration:
 
 def best_configuration(spec: SweepSpec, found: Sequence[Configuration]) -> Configuration | None:
     """The one with the best score; the earlier one of two that are equal."""
-    best = None
+    best, score = None, 0.0
     for each in found:
-        if each.scores and (best is None or spec.better(each.scores[spec.metric], best.scores[spec.metric])):
-            best = each
+        if each.scores and (best is None or spec.better(each.scores[spec.metric], score)):
+            best, score = each, each.scores[spec.metric]
     return best
 
 
 def pareto_front(spec: SweepSpec, found: Sequence[Configuration]) -> list[Configuration]:
     """Those that no other one beats in one goal without losing in another."""
-    signs = [1.0 if mode == "max" else -1.0 for mode in spec.goals.values()]
-    points = [
-        (each, [sign * each.scores[name] for sign, name in zip(signs, spec.goals, strict=True)])
-        for each in found
-        if each.scores
-    ]
+    points = [(each, _signed(spec, each.scores)) for each in found if each.scores]
     return [
         each
         for each, mine in points
@@ -107,6 +102,11 @@ def best_trial(spec: SweepSpec, trials: Sequence[Trial]) -> Trial | None:
         return None
     sign = 1.0 if spec.mode == "max" else -1.0
     return max(best.trials, key=lambda trial: (sign * (trial.best(spec) or (0, -math.inf))[1], -trial.number))
+
+
+def _signed(spec: SweepSpec, scores: dict[str, float]) -> list[float]:
+    """The scores of all goals, so that more is better."""
+    return [scores[name] if mode == "max" else -scores[name] for name, mode in spec.goals.items()]
 
 
 def _mean_std(values: Sequence[float]) -> tuple[float, float]:

@@ -56,7 +56,7 @@ def importance(spec: SweepSpec, judged: Sequence[Configuration], seed: int = 0) 
     if len(usable) < 4 or len(scores) < 2 or not keys:
         return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(directions=["minimize"] * len(spec.goals))
+    study = optuna.create_study(directions=[optuna.study.StudyDirection.MINIMIZE] * len(spec.goals))
     for each in usable:
         study.add_trial(frozen(spec.space, each))
     found = optuna.importance.get_param_importances(
@@ -159,7 +159,8 @@ def quantile(spec: SweepSpec, key: str, value: Any) -> float:
             if low == last:
                 return 0.5
             return math.log(value / low) / math.log(last / low) if numbers.LOG else (value - low) / (last - low)
-    raise AssertionError(key)
+        case domain:
+            raise AssertionError(f"{key}: {domain} has no quantiles")
 
 
 def draw_importance(path: Path, spec: SweepSpec, weights: dict[str, float]) -> Path:

@@ -23,7 +23,8 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from rlsvc.core.errors import BusyError, SpecError
 from rlsvc.spec.run import RunSpec
-from rlsvc.spec.sweep import POPULATION, SweepSpec, check_space, complete, set_keys, tried
+from rlsvc.spec.sweep import PAUSING, POPULATION, SweepSpec, check_space, complete, set_keys, tried
 from rlsvc.tune.report import Report, write_report
-from rlsvc.tune.resources import Needs, check_fit, fit, in_one_process, needs_of
+from rlsvc.tune.resources import Needs, check_fit, fit, needs_of
 from rlsvc.tune.schedule import Meter, StopRules, make_scheduler
 from rlsvc.tune.search import OptunaSearch, fixed_values
 from rlsvc.tune.stored import STORED, missing, sweep_folder
@@ -83,13 +84,13 @@ def run_sweep(
     _prepare(folder, spec, base, resume)
     with _locked(folder):
         _connect()
-        needs, concurrency = _place(spec, base)
+        place = _place(spec, base)
         meter = Meter(folder, spec)
         parent = start_sweep_run(folder, spec, base)
         if not meter.ended:
             population = spec.scheduler.name in POPULATION
-            watch = _Watch(folder, spec.metric, on_trial, meter, needs.total("GPU"), population)
-            _tuner(folder, spec, base, train, watch, meter, needs, concurrency, parent).fit()
+            watch = _Watch(folder, spec.metric, on_trial, meter, place.gpus, population)
+            _tuner(folder, spec, base, train, watch, meter, place, parent).fit()
             watch.settle()
         meter.save()
         report = write_report(folder, spec, base, load_trials(folder, spec.metric), ended=meter.ended)
@@ -148,25 +149,46 @@ def _connect() -> None:
         raise SpecError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
 
 
-def _place(spec: SweepSpec, base: RunSpec) -> tuple[Needs, int]:
-    """What the largest trial holds, and how many of them run at once: never more than fit with all that they need."""
+@dataclass(frozen=True)
+class _Place:
+    """What trials hold.
+
+    Attributes:
+        of: what a trial with these values holds.
+        same: whether all trials hold the same.
+        concurrency: trials at once, never more than fit with all that they need.
+        gpus: of a trial, at most.
+    """
+
+    of: Callable[[dict[str, Any]], Needs]
+    same: Needs | None
+    concurrency: int
+    gpus: float
+
+
+def _place(spec: SweepSpec, base: RunSpec) -> _Place:
     gpus = ray.cluster_resources().get("GPU", 0.0)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    every = [needs_of(spec, set_keys(base, complete(spec, base, values)), gpus) for values in tried(spec)]
+
+    def of(values: dict[str, Any]) -> Needs:
+        return needs_of(spec, set_keys(base, values), gpus)
+
+    every = [of(complete(spec, base, values)) for values in tried(spec)]
     for needs in every:
         check_fit(needs, nodes)
     concurrency = min(fit(needs, nodes, spec.concurrency or spec.trials) for needs in every)
-    if spec.scheduler.name in ("hyperband", *POPULATION) and not in_one_process(base) and concurrency < spec.trials:
+    if spec.scheduler.name in PAUSING and any(needs.ranks for needs in every) and concurrency < spec.trials:
         raise SpecError(
             f"scheduler.name: {spec.scheduler.name} interrupts trials, so all {spec.trials} trials with learner groups "
             f"or workers must fit at once, and the cluster holds {concurrency}. Take asha, or fewer samples"
         )
-    return max(every, key=lambda needs: (needs.total("GPU"), needs.total("CPU"))), concurrency
+    same = every[0] if all(needs == every[0] for needs in every) else None
+    return _Place(of, same, concurrency, max(needs.total("GPU") for needs in every))
 
 
 def _tuner(
-    folder: Path, spec: SweepSpec, base: RunSpec, train: Train, watch: _Watch, meter: Meter, needs: Needs,
-    concurrency: int, parent: str | None,
+    folder: Path, spec: SweepSpec, base: RunSpec, train: Train, watch: _Watch, meter: Meter, place: _Place,
+    parent: str | None,
 ) -> tune.Tuner:  # fmt: skip
     session, population = uuid.uuid4().hex, spec.scheduler.name in POPULATION
 
@@ -176,28 +198,21 @@ def _tuner(
         number, values, donor = config["number"], config["values"], None
         if population:  # a trial that follows another one has its whole configuration, number included
             number = _number(tune.get_context().get_trial_id())
-        report: Callable[[dict[str, Any]], None] = tune.report
-        if population:
-            values = {key: config[key] for key in values}
-            found = tune.get_checkpoint()
-            if found is not None:
-                with found.as_directory() as pointer:
-                    donor = int((Path(pointer) / "trial").read_text())
+            values, donor = {key: config[key] for key in values}, _donor()
 
-            def report(metrics: dict[str, Any]) -> None:
-                with tempfile.TemporaryDirectory() as pointer:
-                    (Path(pointer) / "trial").write_text(str(number))
-                    tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(pointer))
+        def report(metrics: dict[str, Any]) -> None:
+            with _pointer(number) if population else nullcontext() as checkpoint:
+                tune.report(metrics, checkpoint=checkpoint)
 
         run_trial(folder, number, values, spec, base, train, report, session=session, donor=donor, parent=parent)
 
     learns = spec.searcher.name in ("tpe", "bayes")
     space: dict[str, Any] = {}
     if learns:
-        search: Any = OptunaSearch(folder, spec, base, concurrency)
+        search: Any = OptunaSearch(folder, spec, base, place.concurrency)
     else:
         # Schedulers that interrupt trials need the others meanwhile.
-        at_once = 0 if spec.scheduler.name in ("hyperband", *POPULATION) else concurrency
+        at_once = 0 if spec.scheduler.name in PAUSING else place.concurrency
         search = BasicVariantGenerator(max_concurrent=at_once)
         fresh = fixed_values(spec, base)
         recorded = {trial.number // spec.seeds: trial.values for trial in load_trials(folder, spec.metric)}
@@ -212,8 +227,11 @@ def _tuner(
             for key in spec.space:
                 space[key] = tune.sample_from(lambda config, key=key: values_of(config["number"])[key])
 
+    def held(config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        return tune.PlacementGroupFactory(place.of(config["values"]).own)
+
     return tune.Tuner(
-        tune.with_resources(objective, tune.PlacementGroupFactory(needs.own)),
+        tune.with_resources(objective, held if place.same is None else tune.PlacementGroupFactory(place.same.own)),
         param_space=space,
         tune_config=tune.TuneConfig(
             metric=spec.metric,
@@ -281,6 +299,23 @@ class _Watch(tune.Callback):
     def _record(self, trial: Any) -> Trial:
         number = _number(trial.trial_id) if self._population else trial.config["number"]
         return Trial.load(self._folder, number, self._metric) or Trial(number, dict(trial.config["values"]))
+
+
+@contextmanager
+def _pointer(number: int) -> Iterator[Any]:
+    """What Tune keeps and hands on as a trial's checkpoint: its number; the state lies in its run folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "trial").write_text(str(number))
+        yield tune.Checkpoint.from_directory(folder)
+
+
+def _donor() -> int | None:
+    """The trial whose checkpoint Tune gave to this one; None for a trial that begins."""
+    found = tune.get_checkpoint()
+    if found is None:
+        return None
+    with found.as_directory() as folder:
+        return int((Path(folder) / "trial").read_text())
 
 
 def _number(trial_id: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from ray.tune.schedulers import (
 from ray.tune.stopper import ExperimentPlateauStopper, Stopper, TrialPlateauStopper
 
 from rlsvc.spec.run import RunSpec
-from rlsvc.spec.sweep import AshaSpec, HyperBandSpec, MedianSpec, Pb2Spec, PbtSpec, SweepSpec
+from rlsvc.spec.space import Range
+from rlsvc.spec.sweep import AshaSpec, FifoSpec, HyperBandSpec, MedianSpec, Pb2Spec, PbtSpec, SweepSpec
 from rlsvc.tune.space import to_tune
 from rlsvc.tune.stored import METER, load_meter
 
@@ -40,7 +42,7 @@ def make_scheduler(spec: SweepSpec, base: RunSpec) -> TrialScheduler:
             )
         case MedianSpec() as median:
             return MedianStoppingRule(
-                "step", grace_period=median.grace, min_samples_required=median.min_trials, min_time_slice=float("inf")
+                "step", grace_period=median.grace, min_samples_required=median.min_trials, min_time_slice=sys.maxsize
             )
         case PbtSpec() as pbt:
             return PopulationBasedTraining(
@@ -51,12 +53,14 @@ def make_scheduler(spec: SweepSpec, base: RunSpec) -> TrialScheduler:
         case Pb2Spec() as pb2:
             from ray.tune.schedulers.pb2 import PB2
 
-            bounds = {key: list(domain.bounds[:2]) for key, domain in spec.space.items()}
+            ranges = {key: domain for key, domain in spec.space.items() if isinstance(domain, Range)}
+            bounds: dict[str, Any] = {key: list(domain.bounds[:2]) for key, domain in ranges.items()}
             return PB2(
                 "step", perturbation_interval=pb2.interval, quantile_fraction=pb2.quantile, log_config=False,
                 hyperparam_bounds=bounds,
             )  # fmt: skip
-    return FIFOScheduler()
+        case FifoSpec():
+            return FIFOScheduler()
 
 
 class Meter:
@@ -114,7 +118,7 @@ class StopRules(Stopper):
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """Whether this trial is to end."""
         stop, value = self._spec.stop, result.get(self._spec.metric)
-        if value is None:
+        if value is None or result.get("done"):  # the end of a trial repeats its last value
             return False
         if stop.sweep_reached is not None and not self._spec.better(stop.sweep_reached, value):
             self._meter.ended = f"stop.sweep_reached: {self._spec.metric} = {value:g}"

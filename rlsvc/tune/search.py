@@ -6,6 +6,7 @@ trials' records, which outlive everything, so that a resumed sweep goes on with 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import warnings
@@ -99,9 +100,8 @@ def make_study(spec: SweepSpec, known: Sequence[Configuration] = ()) -> optuna.S
     try:
         import optuna
 
-        if isinstance(spec.searcher, BayesSpec):
-            import scipy  # noqa: F401
-            import torch  # noqa: F401
+        for package in ("scipy", "torch") if isinstance(spec.searcher, BayesSpec) else ():
+            importlib.import_module(package)
     except ImportError as error:
         raise UserError(
             f"searcher {spec.searcher.name} needs {error.name}, which is not installed: pip install 'rlsvc[all]'"
@@ -118,7 +118,8 @@ def make_study(spec: SweepSpec, known: Sequence[Configuration] = ()) -> optuna.S
             sampler = optuna.samplers.TPESampler(
                 seed=seed, n_startup_trials=getattr(spec.searcher, "startup", 10), constant_liar=True
             )
-        directions = ["maximize" if mode == "max" else "minimize" for mode in spec.goals.values()]
+        to = optuna.study.StudyDirection
+        directions = [to.MAXIMIZE if mode == "max" else to.MINIMIZE for mode in spec.goals.values()]
         study = optuna.create_study(directions=directions, sampler=sampler)
     for each in known:
         study.add_trial(frozen(spec.space, each))
@@ -192,6 +193,8 @@ class OptunaSearch(Searcher):
                     found = asked.suggest_int(key, ints.low, ints.high, step=ints.step, log=ints.log)
                 case optuna.distributions.FloatDistribution() as floats:
                     found = asked.suggest_float(key, floats.low, floats.high, step=floats.step, log=floats.log)
+                case other:
+                    raise AssertionError(f"{key}: {other}")
             return decode(domain, found)
 
         return complete(self._spec, self._base, draw(self._spec.space, choose))

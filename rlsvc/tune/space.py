@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -30,7 +30,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
     try:
         config = OmegaConf.load(path)
         # What is computed is computed for each trial, not here.
-        space = config.pop("space") if OmegaConf.is_dict(config) and "space" in config else None
+        space = config.pop("space") if isinstance(config, DictConfig) and "space" in config else None
         tree = OmegaConf.to_container(config, resolve=True)
         if isinstance(tree, dict) and space is not None:
             tree["space"] = OmegaConf.to_container(space) if OmegaConf.is_config(space) else space

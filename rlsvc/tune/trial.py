@@ -136,7 +136,8 @@ def run_trial(
         spec: of the sweep.
         base: the run that the values vary.
         train: runs a specification and returns the bundle.
-        report: tells the scheduler {"step", "units", metric}; it raises SystemExit when the trial is to stop.
+        report: tells the scheduler {"step", "units", metric}, at the end with "done"; it raises SystemExit when the
+            trial is to stop.
         session: of the driver. Another one than that of the record has not heard its reports yet.
         donor: trial of the population whose checkpoint this one is to go on from.
         parent: MLflow run of the sweep.
@@ -184,6 +185,7 @@ class _Running:
         for step, value in self._unheard:
             self._report(step, value)
         if trial.status in ("finished", "stopped") and trial.session != self.session:
+            self._report(*trial.history[-1], done=True)
             return
         trial.status, trial.reason, trial.final, trial.session = "running", "", False, self.session
         trial.save(self.folder)
@@ -209,6 +211,8 @@ class _Running:
         finally:
             trial.seconds = before + time.monotonic() - began
             trial.save(self.folder)
+        # Tune would wait a fifth of a second for another report before it sees that the function has returned.
+        self._report(*trial.history[-1], done=True)
 
     def on_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         spec, trial = self.spec, self.trial
@@ -234,9 +238,10 @@ class _Running:
     def _committed(self, step: int) -> bool:
         return (self.folder / self.base.project / self.trial.name / "checkpoints" / str(step)).is_dir()
 
-    def _report(self, step: int, value: float) -> None:
+    def _report(self, step: int, value: float, done: bool = False) -> None:
         grace = getattr(self.spec.scheduler, "grace", 1)
-        self._tell({"step": step, "units": step / grace, self.spec.metric: self._judged(step, value)})
+        report = {"step": step, "units": step / grace, self.spec.metric: self._judged(step, value)}
+        self._tell(report | ({"done": True} if done else {}))
 
     def _judged(self, step: int, value: float) -> float:
         """The mean over the seeds of this configuration that have come to this step."""

@@ -315,14 +315,16 @@ def test_a_sweep_whose_head_was_killed_with_all_that_ran_on_it_resumes(base, tmp
 
 
 @pytest.mark.slow
-def test_a_real_sweep_from_the_command_line_ends_with_a_policy_that_verifies_and_a_run_that_composes(
-    ray_cluster, tmp_path
+def test_a_real_sweep_from_the_command_line_ends_with_a_registered_policy_and_a_run_that_trains_as_it_is(
+    ray_cluster, tmp_path, monkeypatch
 ):
     from typer.testing import CliRunner
 
     from rlsvc.cli import app
     from rlsvc.spec.compose import compose
     from rlsvc.store.bundle import read_bundle
+    from rlsvc.store.mlflow_store import open_store
+    from rlsvc.store.registry import Registry
 
     space = tmp_path / "space.yaml"
     space.write_text(f"""\
@@ -341,24 +343,69 @@ run:
   - evaluation.episodes=1
   - evaluation.videos=false
   - checkpoint.interval=2
-  - tracking.trackers=[]
 space:
   algo.learning_rate: {{loguniform: [1e-4, 1e-3]}}
 samples: 2
 concurrency: 1
 """)
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["sweep", str(space)])
-    assert done.exit_code == 0, done.output
-    assert "[2/2] trial_00001 finished: eval/max_reward" in done.output or "[1/2] trial_00001 finished" in done.output
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def rlsvc(*words: str):
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*words])
+        assert done.exit_code == 0, f"{words}: {done.output}{done.exception!r}"
+        return done.output
+
+    output = rlsvc("sweep", str(space))
+    assert "[2/2] trial_0000" in output
+    assert "registered as: models:/rlsvc-real/1" in output
     folder = tmp_path / "sweeps" / "real"
     assert read_bundle(folder / "best_bundle").policy["name"] == "diffusion"
+    rates = [trial.values["algo.learning_rate"] for trial in load_trials(folder, "eval/max_reward")]
     best = compose([str(folder / "best.yaml")])
-    assert best.algo.learning_rate in [
-        trial.values["algo.learning_rate"] for trial in load_trials(folder, "eval/max_reward")
-    ]
-    again = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["sweep", str(space), "--resume"])
-    assert again.exit_code == 0, again.output
-    assert "[2/2] trial_00001 finished" in again.output
+    assert best.algo.learning_rate in rates
+
+    client = open_store(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("rlsvc").experiment_id])
+    (parent,) = (run for run in runs if run.info.run_name == "real")
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert sorted(run.info.run_name for run in children) == ["trial_00000", "trial_00001"]
+    assert {float(run.data.params["algo.learning_rate"]) for run in children} == set(rates)
+    logged = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+    assert {"index.html", "curves.png", "trials.csv", "best.yaml"} <= logged
+    (version,) = Registry(tmp_path).versions("rlsvc-real")
+    assert version.run_id in {run.info.run_id for run in children}
+
+    assert "2 finished of 2 trials" in rlsvc("sweep", "status", "real", "--root", str(tmp_path))
+    shown = rlsvc("sweep", "best", "real", "--root", str(tmp_path))
+    assert f"rlsvc train {folder / 'best.yaml'}" in shown
+    assert "algo.learning_rate" in shown
+    assert "index.html" in rlsvc("sweep", "report", "real", "--root", str(tmp_path))
+    promoted = rlsvc("sweep", "promote", "real", "--alias", "arm", "--root", str(tmp_path))
+    assert "models:/rlsvc-real@arm is version 1" in promoted
+    assert Registry(tmp_path).resolve("models:/rlsvc-real@arm").is_dir()
+
+    again = rlsvc("sweep", str(space), "--resume")
+    assert "registered as: models:/rlsvc-real/1" in again  # the same bundle is the same version
+    assert "real-best" in rlsvc("train", str(folder / "best.yaml"), "--local")
+
+
+@pytest.mark.slow
+def test_trials_with_learner_groups_and_workers_of_their_own_do_not_deadlock_on_a_full_cluster(ray_cluster, tmp_path):
+    from rlsvc.spec.compose import compose
+
+    words = [
+        "experiment=sac_pendulum", f"root={tmp_path}", "tracking.trackers=[]", "replay.capacity=500",
+        "phases.0.duration_steps=40", "phases.1.duration_steps=40", "log_interval=20", "algo.batch_size=16",
+        "rollout.workers=2", "rollout.envs_per_worker=1", "rollout.cpus_per_worker=0.25", "learner.cpus_per_rank=0.3",
+        "evaluation.interval=40", "evaluation.episodes=1", "evaluation.cpus_per_worker=0.1", "evaluation.videos=false",
+        "checkpoint.interval=40", "env.max_steps=10", "learner.updates_per_call=4",
+    ]  # fmt: skip
+    space = {"algo.learning_rate": {"loguniform": [1e-4, 1e-3]}}
+    # Each holds 0.91 CPUs of the two: two at once, and what they need later is there for them.
+    spec = sweep(space=space, samples=3, concurrency=3, metric="eval/return", retries=0)
+    report = run_sweep(spec, compose(words))
+    assert [(trial.status, trial.reason) for trial in report.trials] == [("finished", "")] * 3
+    assert report.best_bundle is not None
 
 
 def test_a_sweep_that_another_process_runs_is_busy(ray_cluster, base, tmp_path):

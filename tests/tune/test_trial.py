@@ -16,6 +16,10 @@ def sweep(**changes) -> SweepSpec:
     return validate(SweepSpec, {"name": "s", "run": ["x"], "space": space, **changes})
 
 
+def steps_heard(reported):
+    return [report["step"] for report in reported if "done" not in report]
+
+
 def begin(folder, run, step):
     """What a run has on disk once it has written a checkpoint."""
     run_dir = folder / run.project / run.name
@@ -40,7 +44,9 @@ def test_a_finished_trial_records_its_values_history_and_bundle(tmp_path, base):
     train = trainer([(10, 0.1), (20, 0.4), (30, 0.3)], bundle=tmp_path / "b")
     run_trial(tmp_path, 3, VALUES, sweep(), base, train, reported.append)
     points = [(10, 0.1), (20, 0.4), (30, 0.3)]
-    assert reported == [{"step": step, "units": step, "eval/max_reward": value} for step, value in points]
+    *heard, last = reported
+    assert heard == [{"step": step, "units": step, "eval/max_reward": value} for step, value in points]
+    assert last == {**heard[-1], "done": True}
     (trial,) = load_trials(tmp_path, "eval/max_reward")
     assert trial.seconds > 0
     assert replace(trial, seconds=0) == Trial(
@@ -54,7 +60,7 @@ def test_a_trial_that_is_over_repeats_its_reports_and_does_not_train_again(tmp_p
     run_trial(tmp_path, 0, VALUES, sweep(), base, trainer([(10, 0.1)], calls), lambda report: None)
     run_trial(tmp_path, 0, VALUES, sweep(), base, trainer([(10, 0.9)], calls), reported.append, session="next")
     assert len(calls) == 1
-    assert [report["step"] for report in reported] == [10]
+    assert steps_heard(reported) == [10]
 
 
 def test_a_killed_trial_goes_on_from_its_checkpoint_in_the_same_folder(tmp_path, base):
@@ -72,7 +78,7 @@ def test_a_killed_trial_goes_on_from_its_checkpoint_in_the_same_folder(tmp_path,
     calls, reported = [], []
     run_trial(tmp_path, 0, VALUES, sweep(), base, trainer([(20, 0.2)], calls), reported.append, session="next")
     assert (calls[0].resume, calls[0].overwrite) == (True, False)
-    assert [report["step"] for report in reported] == [10, 20]
+    assert steps_heard(reported) == [10, 20]
     assert load_trials(tmp_path, "eval/max_reward")[0].history == [(10, 0.1), (20, 0.2)]
 
 
@@ -91,7 +97,7 @@ def test_a_metric_that_is_not_finite_fails_the_trial_by_that_reason(tmp_path, ba
     (trial,) = load_trials(tmp_path, "eval/max_reward")
     assert trial.status == "failed"
     assert f"eval/max_reward is {value} at step 20" in trial.reason
-    assert [report["step"] for report in reported] == [10]
+    assert steps_heard(reported) == [10]
     assert "Traceback" in (tmp_path / "trials" / "00000.log").read_text()
 
 
@@ -122,7 +128,7 @@ def test_a_trial_whose_thread_is_ended_pauses_and_goes_on_where_it_was_without_t
     train = trainer([(10, 0.1), (20, 0.2)], calls)
     run_trial(tmp_path, 0, VALUES, sweep(), base, train, reported.append, session="one")
     assert calls[0].resume
-    assert [report["step"] for report in reported] == [20]
+    assert steps_heard(reported) == [20]
 
 
 def test_a_trial_that_the_driver_stopped_stays_stopped(tmp_path, base):
@@ -163,7 +169,9 @@ def test_the_mean_over_the_seeds_that_came_so_far_is_what_the_scheduler_hears(tm
     spec, reported, calls = sweep(seeds=2), [], []
     run_trial(tmp_path, 0, VALUES, spec, base, trainer([(10, 0.2), (20, 0.4)], calls), reported.append)
     run_trial(tmp_path, 1, VALUES, spec, base, trainer([(10, 0.4), (30, 0.9)], calls), reported.append)
-    assert [report["eval/max_reward"] for report in reported] == pytest.approx([0.2, 0.4, 0.3, 0.9])
+    assert [report["eval/max_reward"] for report in reported if "done" not in report] == pytest.approx(
+        [0.2, 0.4, 0.3, 0.9]
+    )
     assert [run.seed for run in calls] == [0, 1]
 
 
@@ -192,8 +200,16 @@ def test_a_population_is_judged_at_steps_whose_checkpoint_is_there(tmp_path, bas
             begin(tmp_path, run, step)
             on_metrics(step, {"progress/step": step})
 
-    run_trial(tmp_path, 0, VALUES, spec, base, train, lambda report: order.append(f"report {report['step']}"))
-    assert order == ["checkpoint 10", "report 10", "checkpoint 20", "report 20"]
+    run_trial(
+        tmp_path,
+        0,
+        VALUES,
+        spec,
+        base,
+        train,
+        lambda report: order.append(f"report {report['step']}{' done' * ('done' in report)}"),
+    )
+    assert order == ["checkpoint 10", "report 10", "checkpoint 20", "report 20", "report 20 done"]
 
 
 def test_a_trial_of_a_population_goes_on_from_anothers_checkpoint_and_journal_with_its_own_values(tmp_path, base):
