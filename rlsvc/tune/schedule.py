@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ray.tune.schedulers import (
 from ray.tune.stopper import ExperimentPlateauStopper, Stopper, TrialPlateauStopper
 
 from rlsvc.spec.run import RunSpec
-from rlsvc.spec.space import Range
+from rlsvc.spec.space import Choice, Range, Space
 from rlsvc.spec.sweep import AshaSpec, FifoSpec, HyperBandSpec, MedianSpec, Pb2Spec, PbtSpec, SweepSpec
 from rlsvc.tune.space import to_tune
 from rlsvc.tune.stored import METER, load_meter
@@ -48,7 +49,7 @@ def make_scheduler(spec: SweepSpec, base: RunSpec) -> TrialScheduler:
             return PopulationBasedTraining(
                 "step", perturbation_interval=pbt.interval, burn_in_period=pbt.burn_in,
                 quantile_fraction=pbt.quantile, resample_probability=pbt.resample, log_config=False,
-                hyperparam_mutations=to_tune(spec.space),
+                hyperparam_mutations=mutations(spec.space), custom_explore_fn=partial(within, spec.space),
             )  # fmt: skip
         case Pb2Spec() as pb2:
             from ray.tune.schedulers.pb2 import PB2
@@ -61,6 +62,17 @@ def make_scheduler(spec: SweepSpec, base: RunSpec) -> TrialScheduler:
             )  # fmt: skip
         case FifoSpec():
             return FIFOScheduler()
+
+
+def mutations(space: Space) -> dict[str, Any]:
+    """What PBT changes; options as a list, since it would take Tune's `choice` for a range."""
+    return to_tune(space) | {key: list(each.choice) for key, each in space.items() if isinstance(each, Choice)}
+
+
+def within(space: Space, config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with its values brought back into their ranges, which PBT's factors of 0.8 and 1.2 leave."""
+    ranges = {key: domain.bounds for key, domain in space.items() if isinstance(domain, Range)}
+    return config | {key: min(max(config[key], low), high) for key, (low, high, _) in ranges.items()}
 
 
 class Meter:
