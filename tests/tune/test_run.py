@@ -121,7 +121,7 @@ def train_by_learning_rate(run, on_metrics):
     for step in range(done + 10, 101, 10):
         on_metrics(step, {"eval/max_reward": run.algo.learning_rate * step})
         (folder / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
-        on_metrics(step, {"progress/step": step})
+        on_metrics(step, {"progress/checkpoint": step})
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_trial_that_was_killed_goes_on_from_its_checkpoint_and_no_report_is_he
 
         def once(step, metrics):
             mark = Path(run.root) / "killed"
-            if step == 50 and "progress/step" in metrics and not mark.exists():
+            if step == 50 and "progress/checkpoint" in metrics and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             on_metrics(step, metrics)

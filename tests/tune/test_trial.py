@@ -198,7 +198,7 @@ def test_a_population_is_judged_at_steps_whose_checkpoint_is_there(tmp_path, bas
             on_metrics(step, {"eval/max_reward": 0.1})
             order.append(f"checkpoint {step}")
             begin(tmp_path, run, step)
-            on_metrics(step, {"progress/step": step})
+            on_metrics(step, {"progress/checkpoint": step})
 
     run_trial(
         tmp_path,
