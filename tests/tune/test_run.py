@@ -159,7 +159,8 @@ def test_a_population_replaces_the_worse_by_copies_of_the_better_and_all_come_to
     spec = sweep(space=space, samples=4, concurrency=None, scheduler={"name": name, "interval": 10})
     report = run_sweep(spec, stepwise, train=train_by_learning_rate)
     assert [trial.status for trial in report.trials] == ["finished"] * 4
-    assert all(trial.history[-1][0] == 100 for trial in report.trials)
+    # By its own steps or by another's: one that took over a run at its end has nothing left to report.
+    assert all((report.folder / "demo" / trial.name / "checkpoints" / "100").is_dir() for trial in report.trials)
     rates = {}
     for call in calls(report.folder):
         run, _, rate = call.split(":")
