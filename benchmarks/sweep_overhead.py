@@ -3,7 +3,9 @@
 A trial sleeps and reports once. The sweep is `rlsvc.tune.run.run_sweep`, everything counted from the call to its
 written report, records of each trial included. The peer is `ray.tune.Tuner` over the same function of Tune's own API
 with `reuse_actors=True` (without it each trial starts a process, which takes it several times as long) and Tune's own
-defaults otherwise. Each runs in a process of its own, on a Ray of two CPUs that was started before its clock starts.
+defaults otherwise. With trials this short Tune may run all of them in one process: it gives a trial whose process is
+starting to one that became free, and ends the starting one. The sweep waits for its processes first. Each of both runs
+in a process of its own, on a Ray of two CPUs that was started before its clock starts.
 
     python benchmarks/sweep_overhead.py                # 1,000 trials each: about 20 minutes
     python benchmarks/sweep_overhead.py --trials 40    # a try; nothing is stored

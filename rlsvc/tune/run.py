@@ -11,6 +11,7 @@ The sweep's folder, which every node must reach, is `<root>/sweeps/<name>/`:
     meter.json        hours and GPU-hours used, and by which rule the sweep ended
     <project>/<trial> the run folder of a trial: checkpoints, bundles, metrics
     tune/             Ray Tune's own files, which nothing here reads
+    processes/        which processes of this session are up
     report/, trials.csv, best.yaml, best_bundle/   the report (rlsvc/tune/report.py)
 """
 
@@ -20,7 +21,10 @@ import fcntl
 import json
 import logging
 import os
+import shutil
+import socket
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -44,6 +48,7 @@ from rlsvc.tune.sweep_run import finish_sweep_run, start_sweep_run
 from rlsvc.tune.trial import Train, Trial, load_trials, run_trial, train_run
 
 OnTrial = Callable[[Trial], None]
+START_TIMEOUT_S = 30.0
 FREE = ("budget", "concurrency", "resources", "retries")
 """Keys of a sweep that may change when it is resumed."""
 TUNE_ENVIRONMENT = {
@@ -87,6 +92,7 @@ def run_sweep(
         place = _place(spec, base)
         meter = Meter(folder, spec)
         parent = start_sweep_run(folder, spec, base)
+        shutil.rmtree(folder / "processes", ignore_errors=True)
         if not meter.ended:
             population = spec.scheduler.name in POPULATION
             watch = _Watch(folder, spec.metric, on_trial, meter, place.gpus, population)
@@ -158,12 +164,14 @@ class _Place:
         same: whether all trials hold the same.
         concurrency: trials at once, never more than fit with all that they need.
         gpus: of a trial, at most.
+        one_process: whether each trial is one process.
     """
 
     of: Callable[[dict[str, Any]], Needs]
     same: Needs | None
     concurrency: int
     gpus: float
+    one_process: bool
 
 
 def _place(spec: SweepSpec, base: RunSpec) -> _Place:
@@ -183,7 +191,8 @@ def _place(spec: SweepSpec, base: RunSpec) -> _Place:
             f"or workers must fit at once, and the cluster holds {concurrency}. Take asha, or fewer samples"
         )
     same = every[0] if all(needs == every[0] for needs in every) else None
-    return _Place(of, same, concurrency, max(needs.total("GPU") for needs in every))
+    one_process = not any(needs.ranks for needs in every)
+    return _Place(of, same, concurrency, max(needs.total("GPU") for needs in every), one_process)
 
 
 def _tuner(
@@ -191,8 +200,11 @@ def _tuner(
     parent: str | None,
 ) -> tune.Tuner:  # fmt: skip
     session, population = uuid.uuid4().hex, spec.scheduler.name in POPULATION
+    over = sum(trial.over for trial in load_trials(folder, spec.metric))
+    at_once = min(place.concurrency, max(spec.trials - over, 1)) if place.one_process else 1
 
     def objective(config: dict[str, Any]) -> None:
+        wait_for_others(folder / "processes" / session, at_once)
         if 0 < spec.resources.gpu < 1:  # JAX would take three quarters of a GPU that trials share
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         number, values, donor = config["number"], config["values"], None
@@ -212,8 +224,7 @@ def _tuner(
         search: Any = OptunaSearch(folder, spec, base, place.concurrency)
     else:
         # Schedulers that interrupt trials need the others meanwhile.
-        at_once = 0 if spec.scheduler.name in PAUSING else place.concurrency
-        search = BasicVariantGenerator(max_concurrent=at_once)
+        search = BasicVariantGenerator(max_concurrent=0 if spec.scheduler.name in PAUSING else place.concurrency)
         fresh = fixed_values(spec, base)
         recorded = {trial.number // spec.seeds: trial.values for trial in load_trials(folder, spec.metric)}
 
@@ -299,6 +310,27 @@ class _Watch(tune.Callback):
     def _record(self, trial: Any) -> Trial:
         number = _number(trial.trial_id) if self._population else trial.config["number"]
         return Trial.load(self._folder, number, self._metric) or Trial(number, dict(trial.config["values"]))
+
+
+def wait_for_others(folder: Path, count: int, timeout_s: float = START_TIMEOUT_S) -> None:
+    """In a process's first trial: waits until as many processes are up as trials run at once.
+
+    Tune gives a trial whose process is still starting to one that became free, and ends the starting one. So trials
+    that are shorter than a process's start would all run in the first one, one after the other.
+
+    Args:
+        folder: where the processes of this session say that they are up.
+        count: of processes that are to come.
+        timeout_s: after which the trial begins without them; another job may have their room.
+    """
+    mine = folder / f"{socket.gethostname()}-{os.getpid()}"
+    if mine.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    mine.touch()
+    deadline = time.monotonic() + timeout_s
+    while sum(1 for _ in folder.iterdir()) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 @contextmanager

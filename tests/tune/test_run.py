@@ -13,7 +13,7 @@ import ray.cloudpickle
 from rlsvc.core.errors import BusyError, NotFoundError, SpecError
 from rlsvc.spec.compose import validate
 from rlsvc.spec.sweep import SweepSpec
-from rlsvc.tune.run import run_sweep
+from rlsvc.tune.run import run_sweep, wait_for_others
 from rlsvc.tune.trial import load_trials
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # trials' processes cannot import a test
@@ -407,6 +407,30 @@ def test_trials_with_learner_groups_and_workers_of_their_own_do_not_deadlock_on_
     report = run_sweep(spec, compose(words))
     assert [(trial.status, trial.reason) for trial in report.trials] == [("finished", "")] * 3
     assert report.best_bundle is not None
+
+
+@pytest.mark.slow
+def test_short_trials_run_in_as_many_processes_as_there_is_room_for(ray_cluster, base):
+    # Tune gives a trial whose process is starting to one that became free, and ends the starting one.
+    def train(run, on_metrics):
+        import os
+
+        with (Path(run.root) / "calls.log").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        on_metrics(1, {"eval/max_reward": 1.0})
+
+    report = run_sweep(sweep(samples=10, concurrency=None), base, train=train)
+    pids = calls(report.folder)
+    assert len(pids) == 10
+    assert len(set(pids)) == 2
+
+
+def test_a_process_waits_for_the_others_only_once_and_not_for_ever(tmp_path):
+    began = time.monotonic()
+    wait_for_others(tmp_path / "up", 2, timeout_s=0.3)
+    assert time.monotonic() - began >= 0.3
+    wait_for_others(tmp_path / "up", 2, timeout_s=1e6)  # it has waited
+    assert len(list((tmp_path / "up").iterdir())) == 1
 
 
 def test_a_sweep_that_another_process_runs_is_busy(ray_cluster, base, tmp_path):
