@@ -48,7 +48,7 @@ from rlsvc.tune.sweep_run import finish_sweep_run, start_sweep_run
 from rlsvc.tune.trial import Train, Trial, load_trials, run_trial, train_run
 
 OnTrial = Callable[[Trial], None]
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 FREE = ("budget", "concurrency", "resources", "retries")
 """Keys of a sweep that may change when it is resumed."""
 TUNE_ENVIRONMENT = {
