@@ -1,5 +1,7 @@
 """Writes docs/configuration.md from the specification classes (rlsvc/spec): every key with type, default and meaning.
 
+And tune_spaces/schema.json, by which editors complete search spaces.
+
 python docs/generate_configuration.py
 """
 
@@ -18,9 +20,11 @@ from rlsvc.spec.compose import CONFIGS, experiments, robots
 from rlsvc.spec.run import RunSpec
 from rlsvc.spec.serve import ServeConfigSpec
 from rlsvc.spec.sweep import SweepSpec
+from rlsvc.spec.sweep_schema import sweep_schema
 
 BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 PAGE = Path(__file__).with_name("configuration.md")
+SCHEMA = Path(__file__).parent.parent / "tune_spaces" / "schema.json"
 INTRODUCTION = """\
 # Configuration
 
@@ -34,7 +38,8 @@ specification.
 - A section is merged key by key. To put another kind in its place, delete it first:
   `'~policy.backbone' 'policy.backbone={name: transformer}'` (a search space replaces a section whole).
 - An element of a list is named by its number: `data.datasets.0.path=...`.
-- Values may be computed: `${add:1,2}`, `${sub:5,2}`, `${mul:2,3}`, `${div:7,2}`, `${max:1,2}`, `${min:1,2}`;
+- Values may be computed: `${add:1,2}`, `${sub:5,2}`, `${mul:2,3}`, `${div:7,2}`, `${max:1,2}`, `${min:1,2}`,
+  `${pow:2,3}`, `${int:2.7}`;
   `${algo.batch_size}` refers to another key.
 """
 
@@ -133,5 +138,11 @@ def _default(field: FieldInfo) -> str:
     return f"`{json.dumps(value)}`"
 
 
+def render_schema() -> str:
+    """The JSON schema of search spaces."""
+    return json.dumps(sweep_schema(), indent=1) + "\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(render())
+    SCHEMA.write_text(render_schema())

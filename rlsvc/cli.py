@@ -34,7 +34,9 @@ EXTRAS = {
     **dict.fromkeys(
         ("jax", "flax", "optax", "orbax", "safetensors", "pyarrow", "matplotlib", "jaxtyping", "PIL"), "learn"
     ),
-    **dict.fromkeys(("ray", "mlflow", "fastapi", "uvicorn", "orjson", "prometheus_client"), "cluster"),
+    **dict.fromkeys(
+        ("ray", "optuna", "sklearn", "mlflow", "fastapi", "uvicorn", "orjson", "prometheus_client"), "cluster"
+    ),
     **dict.fromkeys(("gymnasium", "gym_pusht", "pygame", "av"), "sim"),
     **dict.fromkeys(("lerobot", "torch", "datasets"), "lerobot"),
     **dict.fromkeys(("scservo_sdk", "serial", "mujoco"), "robot"),
@@ -51,7 +53,6 @@ app = typer.Typer(
 for command in (
     train.train,
     train.evaluate,
-    sweep.sweep,
     serve.serve,
     query.query,
     collect.collect,
@@ -67,6 +68,7 @@ dataset.app.command()(values.values)
 dataset.app.command()(collect.send)
 for command in dataset_edit.COMMANDS:
     dataset.app.command()(command)
+app.add_typer(sweep.app, name="sweep")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dataset.app, name="dataset")
 app.add_typer(policies.app, name="policies")

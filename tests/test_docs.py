@@ -157,7 +157,7 @@ def test_every_documented_session_validates(documented_files: Path) -> None:
 
 
 def test_every_documented_sweep_fits_the_run_that_it_varies(documented_files: Path) -> None:
-    lines = commands_of("sweep")
+    lines = [words for words in commands_of("sweep") if words[0].endswith(".yaml")]
     assert lines
     for words in lines:
         file, *overrides = (word for word in words if not word.startswith("--"))

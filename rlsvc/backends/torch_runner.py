@@ -118,6 +118,10 @@ class TorchRunner:
         self._policy = build(config, bundle.params).eval()
         self._before, self._after = load_processors(config, bundle.path)
 
+    def initial_carry(self, batch_size: int) -> tuple[()]:
+        """There is none: what LeRobot keeps in a policy between requests, the history and the chunk, is the caller's."""
+        return ()
+
     def set_weights(self, bundle: Bundle) -> None:
         """Act with another bundle of the same policy from now on.
 

@@ -4,7 +4,8 @@
     rlsvc train my_run.yaml seed=3                                      a file of one's own, or a run's spec.yaml
 
 A file may begin with `defaults: [/experiment: pusht_diffusion]` like the files in rlsvc/configs/experiment. Arithmetic
-is written `${add:1,2}`, `${mul:...}`, `${sub:...}`, `${div:...}`, `${max:...}`, `${min:...}`.
+is written `${add:1,2}`, `${mul:...}`, `${sub:...}`, `${div:...}`, `${max:...}`, `${min:...}`,
+`${pow:...}`, `${int:...}`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,15 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
     "div": lambda a, b: a / b if a % b else a // b,
     "max": max,
     "min": min,
+    "pow": lambda a, b: a**b,
+    "int": int,
 }
+
+
+def register_arithmetic() -> None:
+    """Makes `${add:1,2}` and the others known to OmegaConf."""
+    for name, function in _ARITHMETIC.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
 
 
 def experiments() -> list[str]:
@@ -92,8 +101,7 @@ def compose_file[S: BaseModel](model: type[S], file: Path, overrides: Sequence[s
 
 def compose_dict(words: Sequence[str]) -> dict[str, Any]:
     """The resolved values of `compose`, not validated."""
-    for name, function in _ARITHMETIC.items():
-        OmegaConf.register_new_resolver(name, function, replace=True)
+    register_arithmetic()
     words = list(words)
     file = Path(words.pop(0)) if words and _is_file_word(words[0]) else None
     overrides = [_override(word) for word in words]

@@ -22,3 +22,5 @@ class TrackingSpec(Spec):
     """Name of the registered model; null means `<project>-<name>`. Needs the mlflow tracker."""
     register_bundle: bool = True
     """Register the best bundle at the end as a new version of the model."""
+    parent_run: str | None = None
+    """MLflow run that this one is a child of, as a trial is of its sweep."""

@@ -206,6 +206,8 @@ class MlflowTracker:
                 ) from error
             return cls(client, {"uri": uri, "run_id": ids["run_id"]})
         tags = {"rlsvc.run_dir": str(run_dir.absolute()), "rlsvc.group": spec.group or ""}
+        if spec.tracking.parent_run is not None:
+            tags["mlflow.parentRunId"] = spec.tracking.parent_run
         run = client.create_run(experiment_id(client, uri, spec.project), run_name=spec.name, tags=tags)
         return cls(client, {"uri": uri, "run_id": run.info.run_id})
 

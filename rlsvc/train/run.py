@@ -83,7 +83,8 @@ def train(
     Args:
         spec: validated.
         local: one rank and all rollouts on this machine without Ray.
-        on_metrics: called with (step, metrics) whenever metrics are logged; "progress/step" comes with every order.
+        on_metrics: called with (step, metrics) whenever metrics are logged, and with "progress/checkpoint" alone when a
+            checkpoint of this step is on disk.
         stop: when set, the run writes a checkpoint and ends early.
         profile: folder for a JAX profiler trace of the run (local only).
 
@@ -151,6 +152,8 @@ class _Run:
             self._exported(order.step, Path(result["bundle"]))
         elif order.kind == "checkpoint":
             self._prune()
+            if self._tell is not None:
+                self._tell(order.step, {"progress/checkpoint": float(order.step)})
 
     def _exported(self, step: int, bundle: Path) -> None:
         if self.evaluator is None:

@@ -1,8 +1,9 @@
-"""What a sweep leaves behind: a table, a plot, the best run's specification and its bundle."""
+"""What a sweep leaves behind: tables, a page with plots, the best run's specification and its bundle."""
 
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rlsvc.spec.run import RunSpec
-from rlsvc.spec.sweep import Choice, Grid, LogUniform, SweepSpec, set_keys
+from rlsvc.spec.sweep import SweepSpec, set_keys
 from rlsvc.store.registry import link_tree
+from rlsvc.tune.judge import Configuration, best_configuration, best_trial, configurations, pareto_front
+from rlsvc.tune.page import write_page
+from rlsvc.tune.plots import draw_all
 from rlsvc.tune.trial import Trial
 
 
@@ -22,125 +26,117 @@ class Report:
     Attributes:
         folder: of the sweep.
         trials: all that began, by number.
-        best: the trial with the best metric; None when none reported any.
-        complete: whether every trial is over.
+        found: their configurations, by number.
+        best: the trial of the best configuration that is best itself; None when none could be judged.
+        complete: whether every trial is over, or a rule ended the sweep.
         table: `trials.csv`.
-        plot: `sweep.png`.
+        page: `report/index.html`.
+        plots: the pictures of the page.
         best_yaml: the best run, for `rlsvc train`; None without a best trial.
         best_bundle: its policy; None when it wrote no bundle.
+        registered: `models:/name/version`, None when it was not registered.
     """
 
     folder: Path
     trials: list[Trial]
+    found: list[Configuration]
     best: Trial | None
     complete: bool
     table: Path
-    plot: Path
+    page: Path
+    plots: list[Path]
     best_yaml: Path | None
     best_bundle: Path | None
+    registered: str | None = None
 
 
-def write_report(folder: Path, spec: SweepSpec, base: RunSpec, trials: list[Trial]) -> Report:
-    """Writes the report of a sweep, also of one that was interrupted."""
-    best = best_trial(spec, trials)
-    table, plot = folder / "trials.csv", folder / "sweep.png"
+def write_report(folder: Path, spec: SweepSpec, base: RunSpec, trials: list[Trial], *, ended: str = "") -> Report:
+    """Writes the report of a sweep, also of one that was interrupted or is under way.
+
+    Args:
+        folder: of the sweep.
+        spec: of the sweep.
+        base: the run that its trials vary.
+        trials: those that began.
+        ended: the rule that ended the sweep early, "" for none.
+    """
+    found = configurations(spec, trials)
+    best, winner = best_trial(spec, trials), best_configuration(spec, found)
+    table = folder / "trials.csv"
     write_table(table, spec, trials)
-    draw(plot, spec, trials, best)
+    pictures = folder / "report"
+    pictures.mkdir(parents=True, exist_ok=True)
+    plots = draw_all(pictures, spec, found, winner)
+    best_yaml = best_bundle = None
+    if best is not None and winner is not None:
+        best_yaml = _write_best_yaml(folder, spec, base, best, winner)
+        best_bundle = _link_best_bundle(folder, spec, base, best)
+    page = write_page(pictures / "index.html", spec, found, winner, plots, ended)
     return Report(
         folder=folder,
         trials=trials,
+        found=found,
         best=best,
-        complete=len(trials) >= spec.trials and all(trial.status != "running" for trial in trials),
+        complete=bool(ended) or (len(trials) >= spec.trials and all(trial.over for trial in trials)),
         table=table,
-        plot=plot,
-        best_yaml=_write_best_yaml(folder, spec, base, best) if best else None,
-        best_bundle=_link_best_bundle(folder, spec, base, best) if best else None,
+        page=page,
+        plots=list(plots.values()),
+        best_yaml=best_yaml,
+        best_bundle=best_bundle,
     )
 
 
-def best_trial(spec: SweepSpec, trials: Sequence[Trial]) -> Trial | None:
-    """The trial with the best metric value; the earlier one of two that are equal. Failed trials do not count."""
-    best, score = None, None
-    for trial in trials:
-        point = trial.best(spec)
-        if trial.status != "failed" and point and (score is None or spec.better(point[1], score)):
-            best, score = trial, point[1]
-    return best
-
-
 def rows(spec: SweepSpec, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """One row a trial, the best first: number, status, metric, step of the best value, updates done, values, reason."""
+    """One row a configuration, the best first.
 
-    def order(trial: Trial) -> tuple[bool, float]:
-        point = trial.best(spec)
-        return (point is None, 0.0 if point is None else -point[1] if spec.mode == "max" else point[1])
+    Columns: configuration, trials, status, metric, its standard deviation over seeds, objectives, best_step, steps,
+    pareto, the keys of the space, reason.
+    """
+    found = configurations(spec, trials)
+    front = {each.number for each in pareto_front(spec, found)} if spec.objectives else set()
+    sign = -1.0 if spec.mode == "max" else 1.0
 
-    found = []
-    for trial in sorted(trials, key=order):
-        step, value = trial.best(spec) or ("", "")
-        found.append({
-            "trial": trial.number, "status": trial.status, spec.metric: value, "best_step": step,
-            "steps": trial.history[-1][0] if trial.history else 0, **trial.values, "reason": trial.reason,
+    def order(each: Configuration) -> tuple[bool, float]:
+        return (each.scores is None, 0.0 if each.scores is None else sign * each.scores[spec.metric])
+
+    table = []
+    for each in sorted(found, key=order):
+        spread = {step: std for step, _, std in each.curve}
+        scores = each.scores or dict.fromkeys(spec.goals, "")
+        table.append({
+            "configuration": each.number, "trials": " ".join(str(trial.number) for trial in each.trials),
+            "status": each.status, **scores, "std": spread.get(each.step, "") if spec.seeds > 1 else "",
+            "best_step": each.step if each.scores else "",
+            "steps": max((trial.history[-1][0] for trial in each.trials if trial.history), default=0),
+            "pareto": "yes" if each.number in front else "",
+            **each.values, "reason": next((trial.reason for trial in each.trials if trial.reason), ""),
         })  # fmt: skip
-    return found
+    return table
 
 
 def write_table(path: Path, spec: SweepSpec, trials: Sequence[Trial]) -> None:
     """Writes `rows` as CSV."""
-    columns = ["trial", "status", spec.metric, "best_step", "steps", *spec.space, "reason"]
+    columns = ["configuration", "trials", "status", *spec.goals, "std", "best_step", "steps", "pareto", *spec.space]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, [*columns, "reason"])
         writer.writeheader()
         writer.writerows(rows(spec, trials))
 
 
-def draw(path: Path, spec: SweepSpec, trials: Sequence[Trial], best: Trial | None) -> None:
-    """Draws the metric against the updates, and its best value against every key of the space."""
-    from matplotlib.figure import Figure
-
-    panels = 1 + len(spec.space)
-    columns = min(3, panels)
-    lines = -(-panels // columns)
-    figure = Figure(figsize=(4.5 * columns, 3.4 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).flat
-    curves = next(axes)
-    for trial in trials:
-        if trial.history:
-            style: dict[str, Any] = (
-                {"color": "tab:red", "lw": 2, "zorder": 3}
-                if trial is best
-                else {"color": "tab:blue", "lw": 0.8, "alpha": 0.6}
-            )
-            curves.plot(*zip(*trial.history, strict=True), marker=".", **style)
-    curves.set(xlabel="updates", ylabel=spec.metric, title=f"{len(trials)} trials, best in red")
-    judged = [(trial, point[1]) for trial in trials if (point := trial.best(spec))]
-    for key, distribution in spec.space.items():
-        axis = next(axes)
-        values = [trial.values[key] for trial, _ in judged]
-        scores = [score for _, score in judged]
-        colors = ["tab:red" if trial is best else "tab:blue" for trial, _ in judged]
-        if isinstance(distribution, Choice | Grid):
-            names = [str(option) for option in distribution.corners()]
-            axis.scatter([names.index(str(value)) for value in values], scores, c=colors)
-            axis.set_xticks(range(len(names)), names, fontsize=7)
-            axis.set_xlim(-0.5, len(names) - 0.5)
-        else:
-            axis.scatter(values, scores, c=colors)
-        if isinstance(distribution, LogUniform):
-            axis.set_xscale("log")
-        axis.set(xlabel=key, ylabel=spec.metric)
-    for axis in axes:
-        axis.set_visible(False)
-    figure.savefig(path, dpi=120)
-
-
-def _write_best_yaml(folder: Path, spec: SweepSpec, base: RunSpec, best: Trial) -> Path:
+def _write_best_yaml(folder: Path, spec: SweepSpec, base: RunSpec, best: Trial, winner: Configuration) -> Path:
     from rlsvc.spec.compose import to_yaml
 
-    run = set_keys(base, best.values).replace(name=f"{spec.name}-best"[:100], resume=False, overwrite=False)
-    step, value = best.best(spec) or (0, float("nan"))
+    changes: dict[str, Any] = {"name": f"{spec.name}-best"[:100], "resume": False, "overwrite": False}
+    if spec.seeds > 1:
+        changes["seed"] = base.seed + best.number % spec.seeds
+    run = set_keys(base, best.values).replace(**changes)
+    scores = ", ".join(f"{name} = {value:.6g}" for name, value in (winner.scores or {}).items())
+    mean = f", the mean of {spec.seeds} seeds" if spec.seeds > 1 else ""
     path = folder / "best.yaml"
-    path.write_text(f"# {best.name} of sweep {spec.name}: {spec.metric} = {value:.6g} at step {step}\n{to_yaml(run)}")
+    path.write_text(f"# {best.name} of sweep {spec.name}: {scores} at step {winner.step}{mean}\n{to_yaml(run)}")
+    (folder / "best.json").write_text(
+        json.dumps({"trial": best.name, "values": best.values, "scores": winner.scores}, indent=2) + "\n"
+    )
     return path
 
 
@@ -149,8 +145,11 @@ def _link_best_bundle(folder: Path, spec: SweepSpec, base: RunSpec, best: Trial)
     if source is None or not source.is_dir():
         return None
     target = folder / "best_bundle"
+    partial = folder / ".best_bundle.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    link_tree(source, partial)
     shutil.rmtree(target, ignore_errors=True)
-    link_tree(source, target)
+    partial.rename(target)
     return target
 
 

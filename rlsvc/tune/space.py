@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlsvc.core.errors import SpecError
 from rlsvc.spec.compose import validate, yaml_places
-from rlsvc.spec.sweep import Choice, Distribution, Grid, LogUniform, RandInt, SweepSpec, Uniform
+from rlsvc.spec.space import Choice, Grid, Space, Value
+from rlsvc.spec.sweep import SweepSpec
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
@@ -27,7 +28,12 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
         SpecError: no such file, no YAML, or not a search space.
     """
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        config = OmegaConf.load(path)
+        # What is computed is computed for each trial, not here.
+        space = config.pop("space") if isinstance(config, DictConfig) and "space" in config else None
+        tree = OmegaConf.to_container(config, resolve=True)
+        if isinstance(tree, dict) and space is not None:
+            tree["space"] = OmegaConf.to_container(space) if OmegaConf.is_config(space) else space
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file. Search spaces lie in tune_spaces/") from None
     except (OSError, YAMLError, OmegaConfBaseException) as error:
@@ -49,8 +55,6 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
     if runs:
         run = tree.get("run", [])
         tree["run"] = [*([run] if isinstance(run, str) else run), *runs]
-    elif isinstance(tree.get("run"), str):
-        tree["run"] = [tree["run"]]
     places = yaml_places(path)
     for key in own:
         head, _, rest = key.partition(".")
@@ -58,23 +62,22 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepSpec:
     return validate(SweepSpec, tree, places)
 
 
-def to_tune(space: Mapping[str, Distribution]) -> dict[str, Any]:
-    """The space as Ray Tune's search domains, under the same dotted keys."""
+def to_tune(space: Space) -> dict[str, Any]:
+    """The space as Ray Tune's search domains, under the same dotted keys; what is computed has none."""
     from ray import tune
 
     domains: dict[str, Any] = {}
-    for key, distribution in space.items():
-        match distribution:
-            case Uniform(uniform=(low, high)):
-                domains[key] = tune.uniform(low, high)
-            case LogUniform(loguniform=(low, high)):
-                domains[key] = tune.loguniform(low, high)
-            case RandInt(randint=(low, high)):
-                domains[key] = tune.randint(low, high)
-            case Choice(choice=values):
-                domains[key] = tune.choice(list(values))
-            case Grid(grid=values):
-                domains[key] = tune.grid_search(list(values))
+    for key, domain in space.items():
+        if isinstance(domain, Value):
+            continue
+        name = type(domain).__name__.lower()
+        arguments = getattr(domain, name)
+        if isinstance(domain, Choice):
+            domains[key] = tune.choice(list(arguments))
+        elif isinstance(domain, Grid):
+            domains[key] = tune.grid_search(list(arguments))
+        else:
+            domains[key] = getattr(tune, name)(*arguments)
     return domains
 
 

@@ -37,6 +37,17 @@ def test_a_run_leaves_its_specification_metrics_checkpoints_bundle_and_learning_
     assert result.plot.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_run_tells_of_each_checkpoint_once_it_is_on_disk(make_spec):
+    spec, told = make_spec("env=null"), []
+
+    def listen(step: int, metrics: dict[str, float]) -> None:
+        if "progress/checkpoint" in metrics:
+            told.append((step, checkpoint.steps(run_dir(spec) / "checkpoints")[-1]))
+
+    train(spec, local=True, on_metrics=listen)
+    assert told == [(4, 4), (8, 8)]
+
+
 @pytest.mark.slow
 def test_a_stopped_run_resumes_where_it_stopped_and_ends_as_one_that_was_not_stopped(make_spec):
     whole = train(make_spec("name=whole"), local=True)
