@@ -119,7 +119,7 @@ class TorchRunner:
         self._before, self._after = load_processors(config, bundle.path)
 
     def initial_carry(self, batch_size: int) -> tuple[()]:
-        """There is none: what LeRobot keeps in a policy between requests, the history and the chunk, is the caller's."""
+        """There is none: history and chunk, which LeRobot keeps in a policy between requests, are the caller's."""
         return ()
 
     def set_weights(self, bundle: Bundle) -> None:

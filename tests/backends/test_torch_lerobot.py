@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -21,10 +22,18 @@ from rlsvc.backends.torch_lerobot import from_folder, make_config
 from rlsvc.backends.torch_noise import RowNoise, seed_of
 from rlsvc.backends.torch_runner import TorchRunner
 from rlsvc.cli import app
+from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import BundleError, ContractError, NotFoundError, SpecError, UserError
+from rlsvc.data.normalize import Normalizer
+from rlsvc.nn.params import flatten_params
+from rlsvc.policies.diffusion import DiffusionPolicy
 from rlsvc.runner import PolicyRunner
 from rlsvc.serve.app import build_app
-from rlsvc.serve.service import PolicyService, ServeSettings
+from rlsvc.serve.policies import Offered, Policies
+from rlsvc.serve.service import PolicyService
+from rlsvc.serve.settings import ServeSettings
+from rlsvc.serve.source import PolicySource
+from rlsvc.spec.diffusion import DiffusionSpec
 from rlsvc.spec.env import PushTSpec
 from rlsvc.spec.torch_lerobot import LeRobotPolicySpec
 from rlsvc.store.bundle import LEROBOT_WEIGHTS, read_bundle, write_bundle
@@ -117,6 +126,32 @@ def test_a_served_policy_answers_over_http(bundles):
     assert answer.json()["version"] == read_bundle(bundles["act"]).id
     wanted = runner.act({name: x[None] for name, x in seen.items()}, np.array([3]), np.zeros(1)).action[0]
     np.testing.assert_allclose(answer.json()["action"], wanted, atol=1e-6)
+
+
+def test_a_jax_and_a_torch_policy_share_a_replica(bundles, tmp_path):
+    spec = DiffusionSpec.model_validate(
+        {"n_obs_steps": 1, "horizon": 4, "n_action_steps": 3, "train_steps": 10, "sample_steps": 2,
+         "backbone": {"name": "unet1d", "down_dims": [8], "step_embed_dim": 8}}
+    )  # fmt: skip
+    contract = Contract({"state": Feature((2,), "float32")}, Feature((1,), "float32"), 10.0, 1, 3)
+    path = write_bundle(
+        tmp_path / "jax",
+        policy=spec.model_dump(mode="json"),
+        contract=contract,
+        normalizer=Normalizer.identity({**contract.observation, "action": contract.action}),
+        params=flatten_params(jax.jit(DiffusionPolicy(spec, contract).init)(jax.random.key(0))),
+    )
+    source = PolicySource(str(bundles["act"]))
+    torch_contract = read_bundle(bundles["act"]).contract
+    offered = Offered("act", source, torch_contract, None, source.find(), 1)
+    service = PolicyService("jax", PolicySource(str(path))(), ServeSettings())
+    with TestClient(build_app(Policies(service, (offered,)))) as client:
+        for name, seen in (("jax", contract), ("act", torch_contract), ("jax", contract)):
+            window = {key: x[0].tolist() for key, x in observation(seen, 1).items()}
+            answer = client.post(f"/v1/policies/{name}/act", json={"observation": window})
+            assert answer.status_code == 200, answer.text
+            assert np.shape(answer.json()["action"]) == (seen.action_horizon, *seen.action.shape)
+    service.close()
 
 
 def test_a_request_far_from_the_training_data_is_noticed(bundles):

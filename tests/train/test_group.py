@@ -47,9 +47,8 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint_and_the_run_ends(ma
 
     def kill_once(step: int, metrics: dict[str, float]) -> None:
         if step == 8 and not killed and "train/loss" in metrics:
-            ranks = [
-                p for p in psutil.process_iter(["cmdline"]) if "RayTrainWorker" in " ".join(p.info["cmdline"] or [])
-            ]
+            mine = psutil.Process().children(recursive=True)
+            ranks = [p for p in mine if "RayTrainWorker" in " ".join(p.cmdline())]
             killed.extend(p.pid for p in ranks)
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
