@@ -142,8 +142,10 @@ class PolicyService:
 
     def _choose(self, key: str) -> Version:
         """For a new session: the same key is answered by the same version in every replica."""
+        if self.canary is None:
+            return self.current
         drawn = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) / 2**64
-        return self.canary if self.canary is not None and drawn < self.settings.canary_share else self.current
+        return self.canary if drawn < self.settings.canary_share else self.current
 
     # Sessions
 
