@@ -18,15 +18,34 @@ from rlsvc.client.protocol import SessionLostError
 logger = logging.getLogger(__name__)
 
 
-class SessionPolicy:
-    """Sends each observation, and executes the action that comes back.
-
-    Where the server lost the episode, with its replica or since nothing was heard of it, the episode begins anew with
-    the observation at hand: the policy acts as at a start. It is logged as a warning and counted.
+class _Episode:
+    """Where a client is in an episode that the server keeps.
 
     Attributes:
         step: of the episode as the server counts it, the next one.
         restarts: how often an episode had to begin anew.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.step = self.restarts = 0
+
+    def reset(self, seed: int | None = None) -> None:
+        """Another episode begins."""
+        self.step = 0
+        self._seed = self._seed if seed is None else seed
+
+    def _restart(self, error: SessionLostError) -> None:
+        logger.warning("the episode begins anew: %s", error)
+        self.restarts += 1
+        self.step = 0
+
+
+class SessionPolicy(_Episode):
+    """Sends each observation, and gives the action that comes back.
+
+    Where the server lost the episode, with its replica or since nothing was heard of it, the episode begins anew with
+    the observation at hand: the policy acts as at a start. It is logged as a warning and counted in `restarts`.
     """
 
     def __init__(self, client: PolicyClient, *, seed: int = 0) -> None:
@@ -34,10 +53,10 @@ class SessionPolicy:
 
         Args:
             client: of the served policy, over its WebSocket.
-            seed: of the policy's randomness in this episode.
+            seed: of the policy's randomness in this episode, [0, 2**31).
         """
-        self._client, self._seed = client, seed
-        self.step = self.restarts = 0
+        super().__init__(seed)
+        self._client = client
 
     def act(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The action of this control step.
@@ -59,31 +78,21 @@ class SessionPolicy:
         self.step += 1
         return reply.action
 
-    def reset(self, seed: int | None = None) -> None:
-        """Another episode begins."""
-        self.step = 0
-        self._seed = self._seed if seed is None else seed
 
-    def _restart(self, error: SessionLostError) -> None:
-        logger.warning("the episode begins anew: %s", error)
-        self.restarts += 1
-        self.step = 0
-
-
-class AsyncSessionPolicy(SessionPolicy):
+class AsyncSessionPolicy(_Episode):
     """SessionPolicy for asyncio, over an AsyncPolicyClient that is connected."""
 
     def __init__(self, client: AsyncPolicyClient, *, seed: int = 0) -> None:
         """An episode begins; arguments as of SessionPolicy."""
-        self._async_client, self._seed = client, seed
-        self.step = self.restarts = 0
+        super().__init__(seed)
+        self._client = client
 
-    async def act(self, observation: Mapping[str, Any]) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def act(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The action of this control step, [A] float32; see SessionPolicy.act."""
         try:
-            reply = await self._async_client.act_in_session(observation, seed=self._seed, step=self.step)
+            reply = await self._client.act_in_session(observation, seed=self._seed, step=self.step)
         except SessionLostError as error:
             self._restart(error)
-            reply = await self._async_client.act_in_session(observation, seed=self._seed, step=0)
+            reply = await self._client.act_in_session(observation, seed=self._seed, step=0)
         self.step += 1
         return reply.action

@@ -21,6 +21,7 @@ from rlsvc.serve.version import CANARY, CURRENT, SHADOW
 from rlsvc.spec.compose import validate
 from rlsvc.spec.serve import OfferedSpec, ServeConfigSpec, ServeSpec
 from rlsvc.store.bundle import Bundle, read_bundle, read_weight_bytes
+from rlsvc.store.mlflow_store import store_uri
 from rlsvc.store.registry import resolve
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _source(spec: ServeSpec, target: str, group: str | None) -> PolicySource:
     watched = target.startswith("models:") and "@" in target and spec.watch_s is not None
     return PolicySource(
         target if watched else str(path),
-        root=str(Path(spec.root).resolve()),
+        store=store_uri(Path(spec.root).resolve()),  # here: a replica's environment may name another
         batch_size=spec.batch_size,
         device="gpu" if spec.gpus else "cpu",
         group=group,

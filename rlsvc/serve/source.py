@@ -28,7 +28,7 @@ class PolicySource:
 
     Attributes:
         target: an absolute folder, or models:/name@alias.
-        root: absolute folder of runs, whose registry is asked.
+        store: URI of the MLflow store that is asked for names.
         batch_size: largest batch.
         device: "cpu" or "gpu".
         group: of the normaliser; may be left out where there is one.
@@ -37,7 +37,7 @@ class PolicySource:
     """
 
     target: str
-    root: str = "runs"
+    store: str = ""
     batch_size: int = 1
     device: str = "cpu"
     group: str | None = None
@@ -49,7 +49,7 @@ class PolicySource:
             from rlsvc.store.bundle import read_id
 
             return read_id(self.target)
-        return _registry(self.root).find(self.target).bundle
+        return _registry(self.store).find(self.target).bundle
 
     def load(self, like: ServedRunner | None = None) -> ServedRunner:
         """See `Source.load`."""
@@ -67,7 +67,7 @@ class PolicySource:
         return self._load(path, None)
 
     def _path(self) -> Path:
-        return _registry(self.root).resolve(self.target) if self.target.startswith("models:") else Path(self.target)
+        return _registry(self.store).resolve(self.target) if self.target.startswith("models:") else Path(self.target)
 
     def _load(self, path: Path, like: ServedRunner | None) -> ServedRunner:
         # Only now: the replica's environment decides about devices.
@@ -85,7 +85,7 @@ class PolicySource:
 
 
 @functools.cache
-def _registry(root: str) -> Registry:
+def _registry(store: str) -> Registry:
     from rlsvc.store.registry import Registry
 
-    return Registry(root)
+    return Registry(uri=store)

@@ -10,7 +10,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from rlsvc.core.errors import UserError
@@ -55,34 +57,58 @@ def save(
     if step in steps(folder):
         return final
     first = jax.process_index() == 0
-    partial = folder / f".{step}.tmp"
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
-        check_room(folder, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-        for stale in folder.glob(".*.tmp"):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir()
-    _barrier(f"checkpoint-{step}-begin")
     arrays = dict(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
-    try:
+    nbytes = sum(leaf.nbytes for leaf in arrays.values())
+    with begun(folder, step, nbytes, first=first) as partial:
+        _barrier(f"checkpoint-{step}-begin")
         with ocp.StandardCheckpointer() as writer:
             writer.save((partial / STATE).absolute(), arrays)
         if first and extra:
             save_file({name: np.ascontiguousarray(value) for name, value in extra.items()}, partial / EXTRA)
         if first:
-            with (partial / META).open("w") as stream:
-                shapes = {name: list(leaf.shape) for name, leaf in arrays.items()}
-                json.dump({"schema_version": SCHEMA_VERSION, "step": step, "shapes": shapes, **meta}, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-    except (OSError, ValueError) as error:
+            commit(partial, step, {"shapes": {name: list(leaf.shape) for name, leaf in arrays.items()}, **meta})
+    _barrier(f"checkpoint-{step}-end")
+    return final
+
+
+@contextmanager
+def begun(folder: Path, step: int, nbytes: int, *, first: bool = True) -> Iterator[Path]:
+    """A folder of a temporary name for a checkpoint's files, which `commit` makes the checkpoint; an error removes it.
+
+    Args:
+        folder: `<run>/checkpoints`.
+        step: the run's clock.
+        nbytes: that its arrays will take.
+        first: whether this process makes it; the others write into what the first one made.
+
+    Raises:
+        UserError: the disk has no room; what was saved before is untouched.
+    """
+    partial = folder / f".{step}.tmp"
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_room(folder, nbytes)
+        for stale in folder.glob(".*.tmp"):
+            shutil.rmtree(stale, ignore_errors=True)
+        partial.mkdir()
+    try:
+        yield partial
+    except (OSError, ValueError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
             raise full(folder, step) from error
         raise
-    _barrier(f"checkpoint-{step}-end")
+
+
+def commit(partial: Path, step: int, meta: Mapping[str, Any]) -> Path:
+    """Write what is plain beside the arrays, and rename the folder to its step: from now on it is a checkpoint."""
+    with (partial / META).open("w") as stream:
+        json.dump({"schema_version": SCHEMA_VERSION, "step": step, **meta}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    final = partial.with_name(str(step))
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
     return final
 
 

@@ -102,21 +102,32 @@ def _refuse(bundle: Bundle, spec: Pi0Spec) -> None:
             raise BundleError(f"{bundle.path}: {field}: {text}")
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """config.json, with the fields that are needed here.
+def read_fields(file: Path) -> dict[str, Any]:
+    """The plain values of the config.json of any LeRobot policy, `type` among them.
 
     Raises:
-        UserError: no such file, another policy's, or a field that is missing or that means another model; names it.
+        UserError: no such file, or not one of LeRobot's.
     """
     try:
-        config = json.loads(file.read_bytes())
+        fields = json.loads(file.read_bytes())
     except OSError as error:
         raise UserError(f"{file}: not readable ({error.strerror}); expected a folder of LeRobot's") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not JSON ({error}); copy it again") from error
-    got = config.get("type") if isinstance(config, dict) else type(config).__name__
-    if got not in ("pi0", "pi05"):
-        raise UserError(f"{file}: type is {got!r}, expected pi0 or pi05")
+    if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
+        raise UserError(f"{file}: has no 'type'; expected the config.json of a LeRobot policy")
+    return fields
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """config.json of a pi0 or pi0.5, with the fields that are needed here.
+
+    Raises:
+        UserError: no such file, another policy's, or a field that is missing or that means another model; names it.
+    """
+    config = read_fields(file)
+    if config["type"] not in ("pi0", "pi05"):
+        raise UserError(f"{file}: type is {config['type']!r}, expected pi0 or pi05")
     widths = ("max_state_dim", "max_action_dim")
     needed = (*ALIKE, *VARIANTS, *widths, "dtype", "tokenizer_max_length", "input_features", "output_features")
     if lacking := [name for name in needed if name not in config]:

@@ -6,10 +6,7 @@ window numbers and takes its share of them, so that the loss does not depend on 
 
 from __future__ import annotations
 
-import errno
-import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +21,12 @@ from rlsvc.backends.torch_lerobot import (
     build,
     folder_files,
     horizon,
-    lerobot_stats,
     make_config,
-    make_processors,
     read_weights,
     weights_of,
-    with_modes,
 )
 from rlsvc.backends.torch_noise import seed_of
+from rlsvc.backends.torch_processors import lerobot_stats, make_processors, with_modes
 from rlsvc.backends.torch_runner import choose_device
 from rlsvc.backends.torch_windows import TextIds, TorchWindows
 from rlsvc.core.contract import Contract
@@ -169,28 +164,11 @@ class TorchLearner:
             return final
         tensors, plain = self.algorithm.state()
         if self._first:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            checkpoint.check_room(self.checkpoints, sum(x.nbytes for x in tensors.values()))
-            for stale in self.checkpoints.glob(".*.tmp"):
-                shutil.rmtree(stale, ignore_errors=True)
-            partial = self.checkpoints / f".{order.step}.tmp"
-            partial.mkdir()
-            try:
+            with checkpoint.begun(self.checkpoints, order.step, sum(x.nbytes for x in tensors.values())) as partial:
                 save_file(tensors, partial / STATE)
                 with (partial / STATE).open("rb") as written:
                     os.fsync(written.fileno())
-                with (partial / checkpoint.META).open("w") as stream:
-                    meta = {"schema_version": checkpoint.SCHEMA_VERSION, "step": order.step, "torch": plain}
-                    json.dump({**meta, **order.meta}, stream)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                shutil.rmtree(final, ignore_errors=True)
-                partial.rename(final)
-            except (OSError, SafetensorError) as error:
-                shutil.rmtree(partial, ignore_errors=True)
-                if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
-                    raise checkpoint.full(self.checkpoints, order.step) from error
-                raise
+                checkpoint.commit(partial, order.step, {"torch": plain, **order.meta})
         self.agree(0)
         return final
 

@@ -22,6 +22,7 @@ from rlsvc.serve.source import PolicySource
 from rlsvc.serve.version import CANARY, CURRENT, SHADOW
 from rlsvc.spec.serve import ServeSpec
 from rlsvc.store.bundle import read_bundle, write_bundle
+from rlsvc.store.mlflow_store import store_uri
 from rlsvc.store.registry import Registry
 
 WAIT_S = 60.0
@@ -51,7 +52,7 @@ def registry(tmp_path):
 
 
 def test_a_source_means_what_its_alias_means_now(registry, tmp_path):
-    source = PolicySource("models:/arm@production", str(tmp_path))
+    source = PolicySource("models:/arm@production", registry.uri)
     assert source().version == source.find() == read_bundle(tmp_path / "a").id
     registry.register(made(tmp_path, "bb"), "arm")
     assert source.find() == read_bundle(tmp_path / "a").id
@@ -65,7 +66,7 @@ def test_a_replica_starts_with_what_was_known_while_the_registry_is_away_and_say
     del registry
     away = tmp_path / "away"
     away.mkdir()
-    source = PolicySource("models:/arm@production", str(away), known=tmp_path / "a")
+    source = PolicySource("models:/arm@production", store_uri(away), known=tmp_path / "a")
     assert source().version == read_bundle(tmp_path / "a").id
     (line,) = lines()
     assert (line["level"], line["event"], line["taken"]) == ("warning", "registry_away", str(tmp_path / "a"))
@@ -85,6 +86,7 @@ def test_what_is_watched_follows_from_the_specification(registry, tmp_path):
     one = deployment_of(ServeSpec.model_validate({**alias, **candidates}))
     assert one.sources.keys() == {CURRENT, CANARY, SHADOW}
     assert (one.settings.canary_share, one.watch_s) == (0.25, 10.0)
+    assert {source.store for source in one.sources.values()} == {registry.uri}
 
 
 @pytest.mark.parametrize("role", ["canary", "shadow"])

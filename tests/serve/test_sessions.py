@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import websockets.sync.client
-from serving_fakes import POISON, service_of, serving
+from serving_fakes import POISON, FakeRunner, observation, service_of, serving
 
 from rlsvc.client import ClientOptions, PolicyClient, SessionLostError, SessionPolicy
 from rlsvc.client.client import AsyncPolicyClient
@@ -166,6 +166,29 @@ def test_a_step_that_failed_may_be_asked_for_again_and_its_observation_was_not_s
         assert await step(service, session, 4) == [1, 3, 4]
 
     run(steps)
+
+
+def test_windows_of_texts_and_images_are_what_a_client_would_send():
+    seen = []
+
+    class Sees(FakeRunner):
+        def act(self, observation, seeds, steps, carry=None):
+            seen.append({name: (x.dtype, x[0].tolist()) for name, x in observation.items()})
+            return super().act(observation, seeds, steps, carry)
+
+    async def steps(service, session):
+        texts = ("push", "push the T")
+        for number, text in enumerate(texts):
+            now = {name: value if name == "task" else value[0] for name, value in observation(number).items()}
+            request = ActRequest({**now, "task": text}, step=number, session=True)
+            await service.act(request, read=time.perf_counter(), session=session)
+            await asyncio.sleep(0.02)  # the chunk expires: the policy is asked at each step
+        both = {name: np.stack([observation(i)[name][0] for i in range(2)]) for name in observation() if name != "task"}
+        await service.act(ActRequest({**both, "task": list(texts)}, step=9), read=time.perf_counter())
+
+    run(steps, Sees(), chunk_expiry_ms=10.0)
+    assert seen[1] == seen[2]
+    assert seen[1]["task"][1] == ["push", "push the T"]
 
 
 def test_a_planner_acts_over_a_session_as_with_its_own_carry_and_nothing_is_compiled_anew(tmp_path):
