@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from moto_s3 import s3, s3_server  # noqa: F401 - fixtures
 
 from rlsvc.store.mlflow_store import open_store
 

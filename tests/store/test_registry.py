@@ -187,7 +187,7 @@ def test_a_remote_store_takes_the_bundle_and_hands_it_back_to_another_machine(ro
             assert registry.register(path, "pusht", run.info.run_id) == 1
             bundle_id = read_bundle(path).id
             shutil.rmtree(path)
-            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            monkeypatch.setenv("RLSVC_CACHE", str(tmp_path / "cache"))
             for _ in range(2):  # downloaded, then from the cache
                 found = resolve("models:/pusht/1", root=root, uri=uri)
                 assert found.is_relative_to(tmp_path / "cache")
