@@ -14,6 +14,7 @@ import torch
 from lerobot.policies.utils import populate_queues
 from lerobot.utils.constants import ACTION, OBS_IMAGES
 
+from rlsvc.backends.torch_device import choose_device
 from rlsvc.backends.torch_lerobot import TASK, build, bundle_config, executed, load_processors, load_weights
 from rlsvc.backends.torch_noise import RowNoise, seed_of
 from rlsvc.core.contract import TEXT
@@ -21,24 +22,10 @@ from rlsvc.core.errors import BundleError, UserError
 from rlsvc.core.types import ActionChunk
 from rlsvc.data.normalize import Stats
 from rlsvc.data.transforms import RobotTransforms
-from rlsvc.store.bundle import Bundle
+from rlsvc.store.bundle import SAME, Bundle, parts, refuse_another
 
 SAMPLE_STEPS = ("num_inference_steps", "num_steps")
 """What LeRobot's configurations call the number of denoising steps."""
-SAME = ("contract", "policy", "precision", "robot")
-"""Parts of a bundle that cannot be replaced with the weights."""
-
-
-def choose_device(device: str) -> str:
-    """Torch's name, "cpu" or "cuda", for auto, cpu or gpu.
-
-    Raises:
-        UserError: a GPU is asked for and Torch sees none.
-    """
-    found = torch.cuda.is_available()
-    if device == "gpu" and not found:
-        raise UserError("device: got gpu, but Torch sees none; use device=cpu. `rlsvc doctor` says what is missing.")
-    return "cuda" if found and device != "cpu" else "cpu"
 
 
 def as_batch(observation: Mapping[str, Any], device: torch.device, *, window: bool) -> dict[str, Any]:
@@ -96,7 +83,7 @@ class TorchRunner:
         self.batch_sizes = tuple(sorted(batch_sizes))
         self.contract, self.version, self.robot = bundle.contract, bundle.id, bundle.robot
         self.name = str(bundle.policy.get("type"))
-        self._same = {name: getattr(bundle, name) for name in SAME}
+        self._same = parts(bundle, SAME)
         self._transforms, self._normalizer = RobotTransforms(bundle.robot), bundle.normalizer
         config = bundle_config(bundle.path, choose_device(device))
         if config.type != self.name:
@@ -128,9 +115,7 @@ class TorchRunner:
         Raises:
             BundleError: weights, contract or specification are those of another policy.
         """
-        for name, value in self._same.items():
-            if getattr(bundle, name) != value:
-                raise BundleError(f"bundle {bundle.path}: its {name} is not that of {self.version[:12]}; load it anew")
+        refuse_another(bundle, self._same, self.version)
         load_weights(self._policy, bundle.params)
         config = bundle_config(bundle.path, str(self._device))
         self._before, self._after = load_processors(config, bundle.path)
