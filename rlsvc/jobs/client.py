@@ -1,173 +1,33 @@
 """Ray jobs through the Jobs REST API, from an install without Ray.
 
-`pack` makes a zip of the working tree, `JobsClient` speaks to the dashboard of a cluster. The client follows Ray 2.60:
-`GET | PUT /api/packages/gcs/<name>`, `POST /api/jobs/`, `GET /api/jobs/<id>`, `POST /api/jobs/<id>/stop`, and the
-WebSocket `/api/jobs/<id>/logs/tail`.
+`JobsClient` speaks to the dashboard of a cluster; it follows Ray 2.60: `GET | PUT /api/packages/gcs/<name>`,
+`POST /api/jobs/`, `GET | DELETE /api/jobs/<id>`, `POST /api/jobs/<id>/stop`, the WebSocket `/api/jobs/<id>/logs/tail`,
+and for what the cluster has `GET /api/v0/nodes` and `GET /api/cluster_status`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
-import subprocess
 import time
-import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 from websockets.exceptions import WebSocketException
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
-from rlsvc.core.errors import BusyError, UserError, unknown_name
+from rlsvc.core.errors import BusyError, unknown_name
+from rlsvc.jobs.package import JobError, Package
+from rlsvc.jobs.types import BEGINS, COMMIT, DIGEST, FIXED_NODE, QUEUE, Capacity, Job, Submission
 
-MAX_PACKAGE_BYTES = 100 * 2**20
-"""Ray's dashboard takes no larger request (DASHBOARD_CLIENT_MAX_SIZE)."""
 STARTING_S = 60.0
 """How long a cluster's dashboard may answer before it can run jobs."""
-TERMINAL = ("SUCCEEDED", "FAILED", "STOPPED")
-DIGEST = "rlsvc.digest"
-
-
-class JobError(UserError):
-    """A cluster cannot be reached, refuses a request, or a working tree cannot be sent."""
-
-
-@dataclass(frozen=True)
-class Package:
-    """A working tree as a zip. The same files give the same bytes, so that a tree is uploaded once."""
-
-    data: bytes
-    files: int
-
-    @property
-    def name(self) -> str:
-        """Its name in the cluster's store."""
-        return f"_rlsvc_{hashlib.sha256(self.data).hexdigest()[:32]}.zip"
-
-    @property
-    def uri(self) -> str:
-        """What a runtime environment's `working_dir` names."""
-        return f"gcs://{self.name}"
-
-
-def pack(tree: Path, extra: Mapping[str, bytes] | None = None, limit: int = MAX_PACKAGE_BYTES) -> Package:
-    """Zips what git knows of a working tree (tracked, changed, and new files that are not ignored).
-
-    Args:
-        tree: a folder inside a git working tree.
-        extra: further files by their path in the package.
-        limit: of the zip, in bytes.
-
-    Raises:
-        JobError: no git tree, or too large; the message names the largest files.
-    """
-    sizes: dict[str, int] = {}
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-
-        def add(name: str, data: bytes, mode: int) -> None:
-            # A fixed time: the same tree must give the same bytes. The mode keeps scripts executable.
-            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-            entry.external_attr = (0o100000 | mode) << 16
-            before = buffer.tell()
-            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
-            sizes[name] = buffer.tell() - before
-            if buffer.tell() > limit:
-                raise _too_large(tree, sizes, limit)
-
-        for name in _git_files(tree):
-            path = tree / name
-            if path.is_file():  # a deleted file is still listed; a submodule is a folder
-                if path.stat().st_size > 20 * limit:
-                    raise _too_large(tree, {**sizes, name: path.stat().st_size}, limit)
-                add(name, path.read_bytes(), path.stat().st_mode & 0o777)
-        for name, data in sorted((extra or {}).items()):
-            add(name, data, 0o644)
-    return Package(buffer.getvalue(), len(sizes))
-
-
-def _git_files(tree: Path) -> list[str]:
-    command = ["git", "-C", str(tree), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        listed = subprocess.run(command, capture_output=True, check=True).stdout
-    except FileNotFoundError as error:
-        raise JobError(f"{tree}: git is not installed, and says which files belong to the working tree") from error
-    except subprocess.CalledProcessError as error:
-        reason = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise JobError(
-            f"{tree}: expected a git working tree, to know which files to send ({''.join(reason)}). Run in one, or "
-            "name one by --working-dir"
-        ) from error
-    return sorted({os.fsdecode(name) for name in listed.split(b"\0") if name})
-
-
-def _too_large(tree: Path, sizes: Mapping[str, int], limit: int) -> JobError:
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    named = ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
-    return JobError(
-        f"{tree}: the working tree is over {limit / 2**20:.0f} MiB as a zip, the most that a Ray dashboard takes. The "
-        f"largest so far: {named}. Put data on storage that the cluster reaches and name it in "
-        "data.datasets, or add it to .gitignore"
-    )
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the cluster says of a job.
-
-    Attributes:
-        id: its submission id.
-        status: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED.
-        message: the cluster's words on that.
-        entrypoint: the command.
-        started, ended: unix time in s, None when not yet.
-        exit_code: of the command, None until it ended.
-        metadata: as submitted.
-    """
-
-    id: str
-    status: str
-    message: str
-    entrypoint: str
-    started: float | None
-    ended: float | None
-    exit_code: int | None
-    metadata: Mapping[str, str]
-
-    @property
-    def over(self) -> bool:
-        """Whether the job has ended."""
-        return self.status in TERMINAL
-
-    @property
-    def code(self) -> int:
-        """The exit code to hand on: the command's own, 130 for a stopped job, 1 when the cluster knows none."""
-        if self.status == "SUCCEEDED":
-            return 0
-        return 130 if self.status == "STOPPED" else self.exit_code or 1
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Job:
-        """From the API's JobDetails."""
-
-        def seconds(key: str) -> float | None:
-            return value[key] / 1000 if value.get(key) else None
-
-        return cls(
-            id=value.get("submission_id") or value.get("job_id") or "",
-            status=value["status"],
-            message=value.get("message") or "",
-            entrypoint=value.get("entrypoint") or "",
-            started=seconds("start_time"),
-            ended=seconds("end_time"),
-            exit_code=value.get("driver_exit_code"),
-            metadata=value.get("metadata") or {},
-        )
+WATCHED_S = 5.0
+"""So long after its end Ray has seen that a job has ended."""
+PEEK_CHARS = 100_000
+"""How far a log is read for the line with which a job leaves its queue."""
 
 
 class JobsClient:
@@ -204,31 +64,58 @@ class JobsClient:
 
     def upload(self, package: Package) -> bool:
         """Puts a package into the cluster's store, unless it is there already (False)."""
-        path = f"/api/packages/gcs/{package.name}"
         # Asked first also because Ray keeps a package for the next minutes once it was asked for.
-        if self._request("GET", path, allow=(404,)).status_code == 200:
+        if self._has(package.name):
             return False
-        self._request("PUT", path, content=package.data)
+        self._request("PUT", f"/api/packages/gcs/{package.name}", content=package.data)
         return True
 
-    def submit(self, entrypoint: str, package: Package, name: str, env: Mapping[str, str]) -> bool:
+    def submit(self, submission: Submission, package: Package | None) -> bool:
         """Starts a job, unless a job of this name and content was submitted before (False): it does not run twice.
 
         Raises:
             BusyError: the name belongs to a job of another content.
         """
-        digest = hashlib.sha256(
-            "\0".join([entrypoint, package.name, *map(str, sorted(env.items()))]).encode()
-        ).hexdigest()
-        if self._known(name, digest):
+        if self._known(submission):
             return False
-        self.upload(package)
-        body = {
-            "entrypoint": entrypoint,
-            "submission_id": name,
-            "runtime_env": {"working_dir": package.uri, "env_vars": dict(env)},
-            "metadata": {DIGEST: digest},
-        }
+        if package is not None:
+            self.upload(package)
+        return self._start(submission)
+
+    def resume(self, submission: Submission, package: Package | None) -> None:
+        """Starts a job that has ended once more, under its name; its log goes on where it ended.
+
+        Args:
+            submission: what is to run.
+            package: its working tree, for a cluster that has it no more; None when nobody here has it either.
+
+        Raises:
+            BusyError: it still runs.
+            JobError: it has succeeded, or the cluster has its working tree no more.
+        """
+        found = self.find(submission.name)
+        if found is not None and not found.over:
+            raise BusyError(f"job '{found.id}' is {found.status}: stop it first (rlsvc jobs stop {found.id})")
+        if found is not None and found.status == "SUCCEEDED":
+            raise JobError(f"job '{found.id}' has succeeded; there is nothing to resume")
+        if package is not None:
+            self.upload(package)
+        elif (uri := submission.runtime_env.get("working_dir")) and not self._has(uri.removeprefix("gcs://")):
+            commit = submission.metadata.get(COMMIT, "")
+            raise JobError(
+                f"job '{submission.name}': the cluster keeps its working tree no longer (Ray drops one some minutes "
+                f"after its job has ended), and this computer did not send it. Submit it again from commit "
+                f"{commit[:12] or 'unknown'} under another --name, with train ... --continue"
+            )
+        if found is not None:
+            # Who watches the job in the cluster looks once a second; it would take the old process's end for the new
+            # one's.
+            time.sleep(WATCHED_S)
+            self._request("DELETE", f"/api/jobs/{quote(submission.name, safe='')}")
+        self._start(submission)
+
+    def _start(self, submission: Submission) -> bool:
+        body = submission.to_json()
         response = self._request("POST", "/api/jobs/", allow=(400, 500), json=body)
         deadline = time.monotonic() + STARTING_S
         while "No available agent" in response.text and time.monotonic() < deadline:  # the cluster is still starting
@@ -236,21 +123,40 @@ class JobsClient:
             response = self._request("POST", "/api/jobs/", allow=(400, 500), json=body)
         if response.status_code == 200:
             return True
-        if "already exists" in response.text and self._known(name, digest):  # submitted by another in between
+        if "already exists" in response.text and self._known(submission):  # submitted by another in between
             return False
         raise self._refused(response)
 
-    def _known(self, name: str, digest: str) -> bool:
+    def _has(self, package: str) -> bool:
+        return self._request("GET", f"/api/packages/gcs/{package}", allow=(404,)).status_code == 200
+
+    def find(self, name: str) -> Job | None:
+        """One job, None when the cluster does not know it."""
         response = self._request("GET", f"/api/jobs/{quote(name, safe='')}", allow=(404,))
-        if response.status_code == 404:
+        return None if response.status_code == 404 else Job.from_json(response.json())
+
+    def _known(self, submission: Submission) -> bool:
+        job = self.find(submission.name)
+        if job is None:
             return False
-        job = Job.from_json(response.json())
-        if job.metadata.get(DIGEST) != digest:
+        if job.metadata.get(DIGEST) != submission.digest:
             raise BusyError(
-                f"job '{name}' exists already ({job.status}) and is another one: {job.entrypoint}. "
+                f"job '{job.id}' exists already ({job.status}) and is another one: {job.entrypoint}. "
                 "Choose another --name"
             )
         return True
+
+    def capacity(self) -> Capacity:
+        """What the nodes of the cluster have, busy or not."""
+        listed = self._request("GET", "/api/v0/nodes?detail=1&limit=10000").json()
+        total: dict[str, float] = {}
+        for node in listed["data"]["result"]["result"]:
+            if node["state"] == "ALIVE":
+                for name, amount in (node.get("resources_total") or {}).items():
+                    total[name] = total.get(name, 0.0) + float(amount)
+        status = self._request("GET", "/api/cluster_status").json()["data"].get("clusterStatus") or {}
+        kinds = (status.get("autoscalerReport") or {}).get("activeNodes") or {}
+        return Capacity(total, grows=not kinds or not all(FIXED_NODE.match(kind) for kind in kinds))
 
     def job(self, name: str) -> Job:
         """One job.
@@ -258,10 +164,20 @@ class JobsClient:
         Raises:
             NotFoundError: no job of that id; lists those there are.
         """
-        response = self._request("GET", f"/api/jobs/{quote(name, safe='')}", allow=(404,))
-        if response.status_code == 404:
+        found = self.find(name)
+        if found is None:
             raise unknown_name("job", name, (job.id for job in self.jobs()))
-        return Job.from_json(response.json())
+        return found
+
+    def submission(self, name: str) -> Submission:
+        """What was sent of a job. Raises NotFoundError."""
+        self.job(name)
+        return Submission.from_json(self._request("GET", f"/api/jobs/{quote(name, safe='')}").json())
+
+    def state(self, job: Job) -> str:
+        """A job's status; QUEUED for one that Ray runs but that waits for its turn in a queue."""
+        waits = job.status == "RUNNING" and QUEUE in job.metadata and BEGINS not in self._begin_of_log(job.id)
+        return "QUEUED" if waits else job.status
 
     def jobs(self) -> list[Job]:
         """All submitted jobs, the newest first."""
@@ -290,16 +206,10 @@ class JobsClient:
         """
         self.job(name)
         given, broken_since = 0, None
-        uri = f"ws{self.address.removeprefix('http')}/api/jobs/{quote(name, safe='')}/logs/tail"
         while True:
             seen = 0
             try:
-                # Pings every 20 s end a connection to a peer that is gone. No compression: Ray's proxy hands the offer
-                # on to the server behind it, and then drops every message.
-                with connect(
-                    uri, additional_headers=self._headers, max_size=None, open_timeout=10, close_timeout=2, proxy=None,
-                    compression=None,
-                ) as socket:  # fmt: skip
+                with self._tail(name) as socket:
                     for message in socket:
                         text = message if isinstance(message, str) else message.decode(errors="replace")
                         seen += len(text)
@@ -318,6 +228,28 @@ class JobsClient:
                         f"rlsvc jobs logs {name}"
                     ) from error
                 time.sleep(1.0)
+
+    def _begin_of_log(self, name: str) -> str:
+        """The first lines, without the rest of what may be a long log."""
+        text = ""
+        try:
+            with self._http.stream("GET", f"/api/jobs/{quote(name, safe='')}/logs") as response:
+                for part in response.iter_text():
+                    text += part
+                    if len(text) > PEEK_CHARS:
+                        break
+        except httpx.HTTPError as error:
+            raise JobError(f"{self.address}: the log of job '{name}' cannot be read ({error})") from error
+        return text
+
+    def _tail(self, name: str) -> ClientConnection:
+        # Pings every 20 s end a connection to a peer that is gone. No compression: Ray's proxy hands the offer on to
+        # the server behind it, and then drops every message.
+        return connect(
+            f"ws{self.address.removeprefix('http')}/api/jobs/{quote(name, safe='')}/logs/tail",
+            additional_headers=self._headers, max_size=None, open_timeout=10, close_timeout=2, proxy=None,
+            compression=None,
+        )  # fmt: skip
 
     def wait(self, name: str, timeout: float) -> Job:
         """The job once it is over, or as it is after `timeout` s."""
