@@ -6,6 +6,7 @@ Letters: T observation steps, H action steps, A action dimensions, n actions exe
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -15,14 +16,21 @@ from typing import Any
 import numpy as np
 
 from rlsvc.client.client import AsyncPolicyClient, PolicyClient
-from rlsvc.client.protocol import Reply
+from rlsvc.client.protocol import Reply, SessionLostError
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.core.history import ObservationHistory
 
+logger = logging.getLogger(__name__)
+
 
 class _Chunk:
-    """The observation history and what is left of the chunk under way."""
+    """The observation history, what is left of the chunk under way, and what its policy handed on with it.
+
+    Attributes:
+        carry: for the next request; empty where the policy begins anew, and of one that hands on nothing.
+        restarts: how often the policy had to begin anew within an episode.
+    """
 
     def __init__(self, contract: Contract, n_execute: int | None, seed: int, expire: bool) -> None:
         horizon = contract.action_horizon
@@ -36,6 +44,8 @@ class _Chunk:
         self._left: deque[np.ndarray] = deque()
         self._expire = expire
         self._until = math.inf
+        self.carry = b""
+        self.restarts = 0
 
     def observe(self, observation: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
         """Remember an observation; the window to ask with when the chunk is used up or has expired, else None."""
@@ -49,6 +59,12 @@ class _Chunk:
         self._left.extend(reply.action[: self.n_execute])
         expiry = reply.expires_in_ms if self._expire else None
         self._until = math.inf if expiry is None else monotonic() + expiry / 1e3
+        self.carry = reply.carry or b""
+
+    def begin_anew(self, error: SessionLostError) -> None:
+        logger.warning("the policy begins anew: %s", error)
+        self.carry = b""
+        self.restarts += 1
 
     def next_action(self) -> np.ndarray:
         self.step += 1
@@ -58,13 +74,16 @@ class _Chunk:
         self._history.reset()
         self._left.clear()
         self.step = 0
+        self.carry = b""
         self.seed = self.seed if seed is None else seed
 
 
 class ChunkedPolicy:
     """Executes n actions of each chunk, then asks for the next one.
 
-    Keeps the last T observations; at the start of an episode the first one is repeated, as in training. When the
+    Keeps the last T observations; at the start of an episode the first one is repeated, as in training. Keeps also what
+    the policy hands from one chunk to the next (a planner's warm start), so that the server knows nothing of the
+    episode; where another version took the place of its own, the policy begins anew, which `restarts` counts. When the
     policy cannot be asked the error is raised and no action returned: what a robot does then is its own safe stop,
     never the last action again. A chunk that is older than the server lets it become, since the loop is slow or stood
     still, is dropped and the policy asked anew.
@@ -102,8 +121,22 @@ class ChunkedPolicy:
         """
         window = self._chunk.observe(observation)
         if window is not None:
-            self._chunk.refresh(self._client.act(window, seed=self._chunk.seed, step=self._chunk.step))
+            try:
+                reply = self._ask(window)
+            except SessionLostError as error:
+                self._chunk.begin_anew(error)
+                reply = self._ask(window)
+            self._chunk.refresh(reply)
         return self._chunk.next_action()
+
+    def _ask(self, window: Mapping[str, Any]) -> Reply:
+        chunk = self._chunk
+        return self._client.act(window, seed=chunk.seed, step=chunk.step, carry=chunk.carry)
+
+    @property
+    def restarts(self) -> int:
+        """How often the policy's carry was lost with its version, and the policy began anew."""
+        return self._chunk.restarts
 
     def reset(self, seed: int | None = None) -> None:
         """Another episode begins: history and chunk are forgotten."""
@@ -124,8 +157,22 @@ class AsyncChunkedPolicy:
         """The action of this control step, [A] float32; see ChunkedPolicy.act."""
         window = self._chunk.observe(observation)
         if window is not None:
-            self._chunk.refresh(await self._client.act(window, seed=self._chunk.seed, step=self._chunk.step))
+            try:
+                reply = await self._ask(window)
+            except SessionLostError as error:
+                self._chunk.begin_anew(error)
+                reply = await self._ask(window)
+            self._chunk.refresh(reply)
         return self._chunk.next_action()
+
+    async def _ask(self, window: Mapping[str, Any]) -> Reply:
+        chunk = self._chunk
+        return await self._client.act(window, seed=chunk.seed, step=chunk.step, carry=chunk.carry)
+
+    @property
+    def restarts(self) -> int:
+        """See ChunkedPolicy.restarts."""
+        return self._chunk.restarts
 
     def reset(self, seed: int | None = None) -> None:
         """Another episode begins: history and chunk are forgotten."""

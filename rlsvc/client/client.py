@@ -90,22 +90,25 @@ class PolicyClient:
         """Actions of a chunk that the policy's robot executes before it asks again; None for all of them."""
         return _known(self._served).execute
 
-    def act(self, observation: Mapping[str, Any], *, seed: int = 0, step: int = 0) -> Reply:
+    def act(self, observation: Mapping[str, Any], *, seed: int = 0, step: int = 0, carry: bytes | None = None) -> Reply:
         """A chunk of actions for an observation window.
 
         Args:
             observation: by key an array [T, ...], as the contract says.
             seed: of the policy's randomness, [0, 2**31); one for each robot or episode.
             step: of the episode, [0, 2**31).
+            carry: what the policy handed on with the reply before (`Reply.carry`), b"" to begin anew; None begins anew
+                with each request, and gives none.
 
         Raises:
             ContractError: the observation does not fit; nothing was sent.
+            SessionLostError: another version than the one that answers made the carry; begin anew.
             RefusedError: the server refuses it.
             ServerFaultError: the server failed.
             PolicyUnavailableError: the server is away, and stayed away.
             TimeoutError: no answer within options.timeout_s.
         """
-        reply = self._retry(encode_request(self.contract, observation, seed, step))
+        reply = self._retry(encode_request(self.contract, observation, seed, step, carry=carry))
         assert reply is not None
         return reply
 
@@ -220,9 +223,11 @@ class AsyncPolicyClient:
         await self._retry(None)
         return self
 
-    async def act(self, observation: Mapping[str, Any], *, seed: int = 0, step: int = 0) -> Reply:
+    async def act(
+        self, observation: Mapping[str, Any], *, seed: int = 0, step: int = 0, carry: bytes | None = None
+    ) -> Reply:
         """A chunk of actions for an observation window; arguments and errors as of PolicyClient.act."""
-        reply = await self._retry(encode_request(self.contract, observation, seed, step))
+        reply = await self._retry(encode_request(self.contract, observation, seed, step, carry=carry))
         assert reply is not None
         return reply
 

@@ -38,7 +38,10 @@ class RefusedError(UserError):
 
 
 class SessionLostError(RefusedError):
-    """The server does not have the episode that a step belongs to, or expected another step; begin anew with step 0."""
+    """The server does not have the episode that a step belongs to, expected another step, or cannot use a carry.
+
+    Begin anew: with step 0, or with an empty carry.
+    """
 
 
 class ServerFaultError(RuntimeError):
@@ -56,12 +59,14 @@ class Reply:
             batch), model_ms (the batch) and wire_ms (the rest, its answer's encoding excepted); and batch_size.
         expires_in_ms: how long the actions may be executed, counted from when this came; None where the server did not
             say it.
+        carry: of the policy, for the next request; None where this one had none.
     """
 
     action: np.ndarray
     version: str
     timing: dict[str, float] = field(default_factory=dict)
     expires_in_ms: float | None = None
+    carry: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,13 @@ class Address:
 
 
 def encode_request(
-    contract: Contract, observation: Mapping[str, Any], seed: int, step: int, *, session: bool = False
+    contract: Contract,
+    observation: Mapping[str, Any],
+    seed: int,
+    step: int,
+    *,
+    session: bool = False,
+    carry: bytes | None = None,
 ) -> bytes:
     """An observation window, held against the contract, as a message.
 
@@ -217,13 +228,18 @@ def encode_request(
         seed: of the request.
         step: of the request.
         session: whether the server keeps the episode.
+        carry: of the reply before, empty to begin anew; None keeps none.
 
     Raises:
         ContractError: it does not fit, or is too large to travel.
     """
     seen = dataclasses.replace(contract, n_obs_steps=1) if session else contract
-    message = {"observation": seen.check_observation(observation), "seed": seed, "step": step}
-    data = pack(message | {"session": True} if session else message)
+    message: dict[str, Any] = {"observation": seen.check_observation(observation), "seed": seed, "step": step}
+    if session:
+        message["session"] = True
+    if carry is not None:
+        message["carry"] = carry
+    data = pack(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise ContractError(
             f"the observation takes {len(data)} bytes, a message at most {MAX_MESSAGE_BYTES}; send smaller images"
@@ -289,12 +305,13 @@ def decode_reply(data: bytes | str, contract: Contract, *, session: bool = False
         raise ServerFaultError(f"the server's action is {got}, the contract says float {shape}")
     if not np.isfinite(action).all():
         raise ServerFaultError("the server's action has values that are not finite")
-    spent = message.get("timing")
+    spent, carry = message.get("timing"), message.get("carry")
     return Reply(
         action.astype(np.float32),
         str(message.get("version", "")),
         spent if isinstance(spent, dict) else {},
         _expiry(message.get("expires_in_ms")),
+        carry if isinstance(carry, bytes) else None,
     )
 
 

@@ -189,7 +189,8 @@ def _refused(service: PolicyService, refusal: RequestError, kind: str) -> Respon
 
 def _answer(service: PolicyService, answer: Answer, spent: dict[str, float]) -> dict[str, Any]:
     expires_in_ms = service.expires_in_ms if answer.expires_in_ms is None else answer.expires_in_ms
-    return {"action": answer.action, "version": answer.version, "expires_in_ms": expires_in_ms, "timing": spent}
+    body = {"action": answer.action, "version": answer.version, "expires_in_ms": expires_in_ms, "timing": spent}
+    return body if answer.carry is None else {**body, "carry": answer.carry}
 
 
 def _error(refusal: RequestError) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rlsvc.spec.serve import OfferedSpec, ServeConfigSpec, ServeSpec
 from rlsvc.store.bundle import Bundle, read_bundle, read_weight_bytes
 from rlsvc.store.mlflow_store import store_uri
 from rlsvc.store.registry import resolve
+from rlsvc.store.storage import is_url
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -153,7 +154,9 @@ def _source(spec: ServeSpec, target: str, group: str | None) -> PolicySource:
     watched = target.startswith("models:") and "@" in target and spec.watch_s is not None
     return PolicySource(
         target if watched else str(path),
-        store=store_uri(Path(spec.root).resolve()),  # here: a replica's environment may name another
+        store=store_uri(
+            spec.root if is_url(spec.root) else Path(spec.root).resolve()
+        ),  # here: a replica's environment may name another
         batch_size=spec.batch_size,
         device="gpu" if spec.gpus else "cpu",
         group=group,

@@ -1,8 +1,8 @@
 """Requests and answers as bytes: JSON for curl and programs, msgpack for robots. The same message in both.
 
-A request is `{"observation": {key: array}, "seed": int, "step": int, "session": bool}`; only the observation must be
-there. In JSON an array is nested lists or `{"b64": base64 of the C-order bytes, "dtype": "uint8", "shape": [..]}`; an
-answer's arrays are nested lists.
+A request is `{"observation": {key: array}, "seed": int, "step": int, "session": bool, "carry": bytes}`; only the
+observation must be there. In JSON an array is nested lists or `{"b64": base64 of the C-order bytes, "dtype": "uint8",
+"shape": [..]}`, and bytes are base64; an answer's arrays are nested lists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 # A request's seed and step are below this, so that they fit a signed 32-bit integer on any device.
 MAX_INTEGER = 2**31
-_FIELDS = ("observation", "seed", "step", "session")
+_FIELDS = ("observation", "seed", "step", "session", "carry")
 
 
 class RequestError(UserError):
@@ -59,12 +59,14 @@ class ActRequest:
         seed: of the caller's randomness, [0, 2**31).
         step: of the caller's episode, [0, 2**31); None when not sent.
         session: whether the server keeps the episode: see `rlsvc.serve.session`.
+        carry: of the answer before, where the client keeps it (rlsvc.serve.carry); empty begins anew, None gives none.
     """
 
     observation: dict[str, Any]
     seed: int = 0
     step: int | None = None
     session: bool = False
+    carry: bytes | None = None
 
 
 def media_type(content_type: str | None) -> str:
@@ -131,17 +133,41 @@ def as_request(message: Any) -> ActRequest:
     session = message.get("session", False)
     if not isinstance(session, bool):
         raise RequestError(400, "malformed", f"'session': got {str(session)[:40]}, expected true or false")
+    carry = message.get("carry")
+    if session and carry is not None:
+        raise RequestError(
+            400, "malformed", "'carry' and 'session': the server keeps an episode's carry; leave one out"
+        )
     return ActRequest(
         {key: _array(key, value) for key, value in observation.items()},
         seed=as_integer("seed", message.get("seed", 0)),
         step=None if step is None else as_integer("step", step),
         session=session,
+        carry=None if carry is None else _bytes(carry),
     )
 
 
 def encode(message: dict[str, Any], kind: str) -> bytes:
     """An answer or an error as bytes."""
-    return pack(message) if kind == MSGPACK else orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY)
+    return pack(message) if kind == MSGPACK else orjson.dumps(message, _base64, orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _base64(value: Any) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    raise TypeError(f"a {type(value).__name__} has no place in JSON")
+
+
+def _bytes(value: Any) -> bytes:
+    """A carry as it travels. What it holds is judged when it is used; raises RequestError, 400, for no bytes."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise RequestError(400, "malformed", f"'carry': got {type(value).__name__}, expected that of the answer before")
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(409, "session", "'carry': not that of an answer; begin anew with an empty one") from error
 
 
 def as_integer(name: str, value: Any) -> int:

@@ -78,6 +78,9 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         # A proxy is replaced once it missed three of these: by default half a minute in which nobody listens.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # The time for a load balancer in front to see that a replica ends, by default 30 s: here HAProxy alone is in
+        # front, and is told.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
         # By default 16 KiB: an observation with two cameras then goes through in nineteen pieces.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(512 * 1024),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),

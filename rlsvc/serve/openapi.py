@@ -108,6 +108,11 @@ _ACTION = _map(
         "description": "Milliseconds from this answer on in which its actions may be executed.",
     },
     timing=_TIMING,
+    carry={
+        "type": "string",
+        "contentEncoding": "base64",
+        "description": "For the next request, where this one had one.",
+    },
 )
 _READY = _map(("ready",), ready={"type": "boolean"})
 _TENSOR = _map(
@@ -164,6 +169,7 @@ def _link(operation: str, **parameters: str) -> dict[str, Any]:
 
 ACT_RESPONSES: Responses = {
     200: _answer("The actions.", _ACTION, "application/msgpack"),
+    409: _answer("The carry is none of this version's; begin anew.", _ERROR, "application/msgpack"),
     **_refusals(_ERROR, "application/msgpack"),
 }
 _OF_POLICY = {"name": "$response.body#/name"}
@@ -309,6 +315,10 @@ def act_request(contract: Contract, *, of_one: bool = True) -> dict[str, Any]:
             "seed": _INTEGER,
             "step": {"anyOf": [_INTEGER, {"type": "null"}]},
             "session": {"const": False, "description": "True on the WebSocket alone: the server keeps the episode."},
+            "carry": {
+                "anyOf": [{"type": "string", "contentEncoding": "base64"}, {"type": "null"}],
+                "description": "That of the answer before, empty for the first; then the answer has the next one.",
+            },
         },
         "additionalProperties": False,
     }

@@ -22,6 +22,7 @@ import numpy as np
 from rlsvc.core.errors import ContractError
 from rlsvc.data.repack import repack
 from rlsvc.serve.batcher import Answer, NoActionError, OverloadedError
+from rlsvc.serve.carry import decode_carry, encode_carry
 from rlsvc.serve.codec import ActRequest, RequestError
 from rlsvc.serve.distribution import Distribution
 from rlsvc.serve.log import log_answered, log_internal_error, log_refused, request_id, write
@@ -225,7 +226,8 @@ class PolicyService:
             version: that it asks for by name, in the place of the session's or the key's.
 
         Returns:
-            A chunk; one action [A] where the session keeps the episode (`request.session`).
+            A chunk, with its carry as bytes where the request has one; one action [A] where the session keeps the
+            episode (`request.session`).
 
         Raises:
             RequestError: the observation does not fit the contract (422), the episode is not kept here (409), too many
@@ -242,9 +244,11 @@ class PolicyService:
             return await self._act_in_session(request, session, version, read)
         observation = self._check(request.observation, version, self.contract)
         self._watch(observation, version)
-        preprocess_s = perf_counter() - read
-        answer = await self._ask(version, observation, request.seed, request.step or 0)
-        return replace(answer, preprocess_s=preprocess_s)
+        carry = None if request.carry is None else decode_carry(request.carry, version.runner)
+        preprocess_s, keep = perf_counter() - read, request.carry is not None
+        answer = await self._ask(version, observation, request.seed, request.step or 0, carry, keep=keep)
+        handed = encode_carry(answer.carry, answer.version) if keep else None
+        return replace(answer, preprocess_s=preprocess_s, carry=handed)
 
     async def _act_in_session(
         self, request: ActRequest, session: Session | None, version: Version, read: float

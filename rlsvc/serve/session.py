@@ -1,8 +1,8 @@
 """What a server keeps of a connection: its version and, for a client that keeps nothing, its episode.
 
 A robot's carry is its observation history, what is left of its chunk, and what its policy hands from one chunk to the
-next (a planner's warm start). A client may keep history and chunk itself: it then sends windows and gets chunks, each
-request stands alone, and the policy's own carry begins anew with each. Or it sends `"session": true` with the
+next (a planner's warm start). A client may keep all of it: it then sends windows and gets chunks, with the policy's own
+carry as bytes (`rlsvc.serve.carry`), and each request stands alone. Or it sends `"session": true` with the
 observation of one control step, and gets one action: the rest is kept here, for as long as the connection lives and
 `session_expiry_s` after its last request. The connection holds it to its replica. When either is gone a step above 0 is
 refused with 409 and the reason `session`: the robot begins anew with step 0, and never goes on with a wrong carry.

@@ -14,6 +14,7 @@ from rlsvc.serve.log import write
 if TYPE_CHECKING:
     from rlsvc.runner import ServedRunner
     from rlsvc.store.registry import Registry
+    from rlsvc.store.url_registry import UrlRegistry
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ class PolicySource:
 
 
 @functools.cache
-def _registry(store: str) -> Registry:
-    from rlsvc.store.registry import Registry
+def _registry(store: str) -> Registry | UrlRegistry:
+    from rlsvc.store.registry import open_registry
 
-    return Registry(uri=store)
+    return open_registry(uri=store)

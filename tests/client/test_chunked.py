@@ -26,7 +26,8 @@ class FakeClient:
         self.down = False
         self.expires_in_ms = None
 
-    def act(self, observation, *, seed, step):
+    def act(self, observation, *, seed, step, carry):
+        assert carry == b""
         if self.down:
             raise PolicyUnavailableError("down")
         self.asked.append((observation["observation.state"].tolist(), seed, step))
@@ -35,8 +36,8 @@ class FakeClient:
 
 
 class AsyncFakeClient(FakeClient):
-    async def act(self, observation, *, seed, step):
-        return super().act(observation, seed=seed, step=step)
+    async def act(self, observation, *, seed, step, carry):
+        return super().act(observation, seed=seed, step=step, carry=carry)
 
 
 def run(client, steps, **options):
@@ -173,7 +174,7 @@ def test_the_asynchronous_one_does_the_same():
 def test_images_and_texts_keep_their_types_in_the_window():
     client = FakeClient(CONTRACT)
     seen = {}
-    client.act = lambda observation, *, seed, step: seen.update(observation) or Reply(np.zeros((4, 2), np.float32), "1")
+    client.act = lambda observation, **_: seen.update(observation) or Reply(np.zeros((4, 2), np.float32), "1")
     policy = ChunkedPolicy(client)
     policy.act({"observation.state": np.ones(3), "observation.image": np.full((4, 4, 3), 9, np.uint8), "task": "push"})
     CONTRACT.check_observation(seen)

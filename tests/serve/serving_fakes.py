@@ -79,6 +79,32 @@ class FakeRunner:
         return ActionChunk(np.stack(actions), self.version)
 
 
+COUNTED = Contract({"x": Feature((), "float32")}, Feature((3,), "float32"), 10.0, 2, 4)
+"""Windows of two, chunks of four."""
+
+
+class Counting:
+    """Acts [number of the chunk in its episode, oldest observation, newest], at every step of the chunk."""
+
+    contract, robot = COUNTED, None
+
+    def __init__(self, version: str = "counting") -> None:
+        self.version = version
+
+    def initial_carry(self, batch_size):
+        return np.zeros((batch_size, 1), np.float32)
+
+    def act(self, observation, seeds, steps, carry=None):
+        if (observation["x"] == POISON).any():
+            raise RuntimeError("secret detail of the policy")
+        begun = self.initial_carry(len(seeds)) if carry is None else np.where(steps[:, None] == 0, 0, carry)
+        action = np.concatenate([begun, observation["x"]], axis=1).astype(np.float32)
+        return ActionChunk(np.repeat(action[:, None], 4, 1), self.version, begun + 1)
+
+    def warm_up(self) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def service_of(runner, **settings):
     """A PolicyService named "fake" that is closed at the end."""

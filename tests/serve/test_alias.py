@@ -120,6 +120,7 @@ def wait_for(url: str, **expected: str) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_served_alias_is_promoted_refused_and_rolled_back_while_a_robot_acts(serve_port, registry, tmp_path):
     from ray import serve
 

@@ -6,7 +6,9 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -44,10 +46,16 @@ def served(serve_port):
     cloudpickle.unregister_pickle_by_value(serving_fakes)
 
 
-def openpi(url: str) -> WebsocketClientPolicy:
+@contextmanager
+def openpi(url: str) -> Iterator[WebsocketClientPolicy]:
+    """Its connection ends with the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # openpi's client calls websockets the old way
-        return WebsocketClientPolicy(f"ws://{url}")
+        policy = WebsocketClientPolicy(f"ws://{url}")
+    try:
+        yield policy
+    finally:
+        policy._ws.close()
 
 
 def replica_of(url: str) -> psutil.Process:
@@ -63,21 +71,22 @@ def replica_of(url: str) -> psutil.Process:
 
 @pytest.mark.ray
 def test_openpis_client_gets_metadata_and_actions(served):
-    policy = openpi(served)
-    assert policy.get_server_metadata()["contract"] == SMALL_CONTRACT.to_json()
-    answer = policy.infer(STATE)
-    np.testing.assert_array_equal(answer["actions"], expected_action(STATE["observation.state"], 0, 0))
-    assert answer["server_timing"]["infer_ms"] > 0
-    assert answer["policy_timing"]["infer_ms"] >= 5
-    with pytest.raises(RuntimeError, match=r"got shape \(2,\), expected \(1, 3\)"):
-        policy.infer({"observation.state": np.zeros(2)})
-    assert policy.infer(STATE)["actions"].shape == (4, 2)
+    with openpi(served) as policy:
+        assert policy.get_server_metadata()["contract"] == SMALL_CONTRACT.to_json()
+        answer = policy.infer(STATE)
+        np.testing.assert_array_equal(answer["actions"], expected_action(STATE["observation.state"], 0, 0))
+        assert answer["server_timing"]["infer_ms"] > 0
+        assert answer["policy_timing"]["infer_ms"] >= 5
+        with pytest.raises(RuntimeError, match=r"got shape \(2,\), expected \(1, 3\)"):
+            policy.infer({"observation.state": np.zeros(2)})
+        assert policy.infer(STATE)["actions"].shape == (4, 2)
 
 
 @pytest.mark.ray
 def test_openpis_action_chunk_broker_executes_a_chunk(served):
-    broker = ActionChunkBroker(openpi(served), action_horizon=4)
-    actions = [broker.infer(STATE)["actions"] for _ in range(5)]
+    with openpi(served) as policy:
+        broker = ActionChunkBroker(policy, action_horizon=4)
+        actions = [broker.infer(STATE)["actions"] for _ in range(5)]
     np.testing.assert_array_equal(actions[:4], expected_action(STATE["observation.state"], 0, 0))
     np.testing.assert_array_equal(actions[4], expected_action(STATE["observation.state"], 0, 1)[0])
 

@@ -176,6 +176,7 @@ def serve_alone(ray_cluster):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_config_file_is_deployed_asks_for_keys_and_refuses_its_successor(serve_alone, bundle, tmp_path):
     """As the cluster's REST API does for `serve deploy`: Serve's schema, its controller, its builder."""
     from ray.serve._private.api import serve_start

@@ -7,14 +7,13 @@ import jax
 import numpy as np
 import pytest
 import websockets.sync.client
-from serving_fakes import POISON, FakeRunner, observation, service_of, serving
+from serving_fakes import POISON, Counting, FakeRunner, observation, service_of, serving
 
 from rlsvc.client import ClientOptions, PolicyClient, SessionLostError, SessionPolicy
 from rlsvc.client.client import AsyncPolicyClient
 from rlsvc.client.session import AsyncSessionPolicy
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import UserError
-from rlsvc.core.types import ActionChunk
 from rlsvc.core.wire import pack, unpack
 from rlsvc.data.normalize import Normalizer
 from rlsvc.nn.params import flatten_params
@@ -24,28 +23,7 @@ from rlsvc.serve.codec import ActRequest, RequestError
 from rlsvc.spec.tdmpc2 import TDMPC2PolicySpec
 from rlsvc.store.bundle import read_bundle, write_bundle
 
-CONTRACT = Contract({"x": Feature((), "float32")}, Feature((3,), "float32"), 10.0, 2, 4)
-"""Windows of two, chunks of four."""
 URL_OPTIONS = ClientOptions(timeout_s=5.0)
-
-
-class Counting:
-    """Acts [number of the chunk in its episode, oldest observation, newest], at every step of the chunk."""
-
-    contract, robot, version = CONTRACT, None, "counting"
-
-    def initial_carry(self, batch_size):
-        return np.zeros((batch_size, 1), np.float32)
-
-    def act(self, observation, seeds, steps, carry=None):
-        if (observation["x"] == POISON).any():
-            raise RuntimeError("secret detail of the policy")
-        begun = self.initial_carry(len(seeds)) if carry is None else np.where(steps[:, None] == 0, 0, carry)
-        action = np.concatenate([begun, observation["x"]], axis=1).astype(np.float32)
-        return ActionChunk(np.repeat(action[:, None], 4, 1), self.version, begun + 1)
-
-    def warm_up(self) -> None:
-        pass
 
 
 async def step(service, session, number: int, x: float | None = None, seed: int = 0) -> list[float]:
@@ -191,7 +169,8 @@ def test_windows_of_texts_and_images_are_what_a_client_would_send():
     assert seen[1]["task"][1] == ["push", "push the T"]
 
 
-def test_a_planner_acts_over_a_session_as_with_its_own_carry_and_nothing_is_compiled_anew(tmp_path):
+@pytest.mark.parametrize("kept_by", ["the server", "the client"])
+def test_a_planner_acts_over_a_session_as_with_its_own_carry_and_nothing_is_compiled_anew(tmp_path, kept_by):
     contract = Contract({"observation.state": Feature((3,), "float32")}, Feature((2,), "float32"), 20.0, 1, 1)
     tiny = {"encoder_dim": 8, "hidden_dim": 8, "latent_dim": 8, "simnorm_dim": 4, "bins": 11, "num_q": 3,
             "samples": 16, "policy_samples": 4, "elites": 4, "iterations": 2}  # fmt: skip
@@ -223,10 +202,14 @@ def test_a_planner_acts_over_a_session_as_with_its_own_carry_and_nothing_is_comp
             compilations.append(event)
 
     async def steps(service, session):
+        carry = b""
         for number, state in enumerate(states):
             request = ActRequest({"observation.state": state}, seed=3, step=number, session=True)
+            if kept_by == "the client":
+                request = ActRequest({"observation.state": state[None]}, seed=3, step=number, carry=carry)
             answer = await service.act(request, read=time.perf_counter(), session=session)
-            np.testing.assert_allclose(answer.action, expected[number], atol=1e-5)
+            np.testing.assert_allclose(answer.action.reshape(2), expected[number], atol=1e-5)
+            carry = answer.carry
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
