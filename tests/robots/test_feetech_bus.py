@@ -158,6 +158,7 @@ def test_faults_mute_delay_and_lose(bus: VirtualBus, port: serial.Serial) -> Non
 
 def test_feetechs_own_library_reads_and_writes_it(bus: VirtualBus) -> None:
     handler, packets = PortHandler(bus.port), PacketHandler(0)
+    handler.setPacketTimeout = lambda _: handler.setPacketTimeoutMillis(500)  # the bus's thread answers in its turn
     assert handler.openPort()
     try:
         assert packets.ping(handler, 1)[:2] == (777, COMM_SUCCESS)

@@ -53,10 +53,12 @@ def arm(running: RemoteSO101) -> RemoteSO101:
 def driver(arm: RemoteSO101, folder: Path) -> Iterator[LeRobotDriver]:
     driver = LeRobotDriver(spec(arm, folder))
     driver.connect()
-    yield driver
-    arm.faults(latency=0.0, drop_reply=0.0, mute=[])
-    driver.stop("release")
-    driver.close()
+    try:
+        yield driver
+        arm.faults(latency=0.0, drop_reply=0.0, mute=[])
+        driver.stop("release")
+    finally:  # a port that stays claimed would fail the tests that follow
+        driver.close()
 
 
 def read(driver: LeRobotDriver) -> np.ndarray:
