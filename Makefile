@@ -43,8 +43,10 @@ demo: setup ## Train, evaluate, serve and query a small policy on this machine.
 test: setup ## Run the tests that take minutes.
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/pytest -m "not slow and not gpu" -n 2 --dist loadgroup --no-loadscope-reorder
 
+# Those of Ray start clusters and processes of their own, and come one after the other.
 test-slow: setup ## Run the slow tests: learning, sweeps, jobs.
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -m "slow and not gpu and not ray" -n 2 --dist loadfile
+	$(BIN)/pytest -m "slow and not gpu and ray"
 
 lint: setup ## Check format, lint, import layers and images.
 	$(BIN)/ruff format --check .

@@ -91,6 +91,7 @@ def runner_of(path: Path, device: str) -> Any:
 def alone(path: Path, device: str, answer: Connection) -> None:
     """Every client's answers, [CLIENTS, STEPS, H, A], asked alone; in a process that frees the device at its end."""
     runner = runner_of(path, device)
+    print("the policy is compiled", flush=True)
     answers = [
         [
             runner.act({k: v[None] for k, v in observation_of(i).items()}, np.array([i]), np.array([step])).action[0]
@@ -221,11 +222,15 @@ def main() -> int:
         maker = context.Process(target=make_bundle, args=(path, tuple(args.down_dims)))
         maker.start()
         maker.join()
+        if maker.exitcode:
+            raise RuntimeError(f"the bundle was not made: its process ended with {maker.exitcode}")
         here, there = context.Pipe()
         alone_process = context.Process(target=alone, args=(path, device, there), daemon=True)
         alone_process.start()
+        there.close()  # or a process that dies is waited for
         expected = here.recv()
         alone_process.join()
+        print("the policy alone has answered; serving it", flush=True)
         deployment = Deployment(
             NAME,
             PolicySource(str(path), batch_size=CLIENTS, device=device),
@@ -239,6 +244,7 @@ def main() -> int:
         peer.start()
         stack.callback(peer.kill)
         wait_for(peer_port)
+        print("both serve", flush=True)
         rates, worst = measure(urls, expected, args.rounds, args.seconds)
     ratios = [mine / other for mine, other in zip(rates["ours"], rates[OPENPI], strict=True)]
     for side, values in rates.items():

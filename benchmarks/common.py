@@ -23,8 +23,8 @@ QUIET = 1.0
 """Load of others above which a figure of processor speed is printed and not stored."""
 
 
-def hardware(gpu: bool = False) -> str:
-    """This machine in words: "2 CPU cores (Intel ...)", or the GPUs' names when `gpu` is set.
+def hardware(gpu: bool = False, gpus: int | None = None) -> str:
+    """This machine in words: "2 CPU cores (Intel ...)", or its GPUs, the first `gpus` of them, when `gpu` is set.
 
     Raises:
         RuntimeError: `gpu` is set and nvidia-smi finds none.
@@ -36,7 +36,7 @@ def hardware(gpu: bool = False) -> str:
             found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError) as error:
             raise RuntimeError("hardware(gpu=True) needs nvidia-smi and a GPU") from error
-        names = [name.strip() for name in found.splitlines() if name.strip()]
+        names = [name.strip() for name in found.splitlines() if name.strip()][:gpus]
         return f"{len(names)}x {names[0]}"
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -114,6 +114,7 @@ def write_result(
     peer_value: float | None = None,
     ratio: float | None = None,
     gpu: bool = False,
+    gpus: int | None = None,
     packages: Iterable[str] = (),
     seeds: Sequence[int] = (),
     folder: Path = RESULTS,
@@ -130,6 +131,7 @@ def write_result(
         peer_value: the peer's measurement.
         ratio: `value` over `peer_value`, or the other way round where the name says speedup.
         gpu: whether it ran on a GPU; decides what "hardware" says.
+        gpus: how many it ran on; None is all that can be seen.
         packages: whose versions matter for this figure.
         seeds: random seeds that the figure rests on.
         folder: where to write.
@@ -151,7 +153,7 @@ def write_result(
         "peer": peer,
         "peer_value": peer_value,
         "ratio": ratio,
-        "hardware": hardware(gpu),
+        "hardware": hardware(gpu, gpus),
         "versions": versions(packages),
         "seeds": list(seeds),
         "command": shlex.join(["python", *_relative(sys.argv)]),

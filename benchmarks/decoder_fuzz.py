@@ -244,7 +244,7 @@ class Fuzzer:
         rng, out = self.rng, bytearray(data)
         for _ in range(int(rng.integers(1, 5))):
             at = int(rng.integers(len(out) + 1))
-            match rng.integers(5):
+            match int(rng.integers(5)):
                 case 0 if at < len(out):
                     out[at] = rng.integers(256)
                 case 1:

@@ -161,7 +161,7 @@ def hostile(rng: np.random.Generator, judge: Judge) -> Any:
     if kind == 15:
         return rng.normal(size=int(rng.integers(0, 12)))
     if kind == 16:
-        return (last + 0.01).astype(rng.choice([np.float32, np.float16]))
+        return (last + 0.01).astype((np.float32, np.float16)[rng.integers(2)])
     if kind == 17:
         return [*last[:-1], float("nan")] if rng.random() < 0.5 else last.tolist()
     if kind == 18:

@@ -152,16 +152,19 @@ def main() -> None:
             if args.tiny or fsdp > 1:
                 continue
             name = "pi0_train_samples_per_s" if kind == "full" else "pi0_lora_samples_per_s"
-            write_result(name, rate, "samples/s", low=got["low"], high=got["high"], **kw)
+            write_result(name, rate, "samples/s", low=got["low"], high=got["high"], gpus=1, **kw)
             if kind == "full":
                 ends = {end: used * got[end] / rate for end in ("low", "high")}
-                write_result("pi0_train_mfu", used, "percent", **ends, **kw)
+                write_result("pi0_train_mfu", used, "percent", **ends, gpus=1, **kw)
         if args.fsdp > 1:
             ratio = rates[args.fsdp] / rates[1]
             print(f"{kind}: {ratio:.2f} times on {args.fsdp}", flush=True)
             if not args.tiny and kind == "full":
                 name = f"pi0_fsdp_scaling_{args.fsdp}"
-                write_result(name, ratio, "ratio", peer="one GPU, samples/s", peer_value=rates[1], ratio=ratio, **kw)
+                one = rates[1]
+                write_result(
+                    name, ratio, "ratio", peer="one GPU, samples/s", peer_value=one, ratio=ratio, gpus=args.fsdp, **kw
+                )
 
 
 if __name__ == "__main__":

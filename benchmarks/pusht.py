@@ -23,7 +23,7 @@ from common import RESULTS, write_result
 from rlsvc.spec.compose import compose
 from rlsvc.spec.env import PushTSpec
 from rlsvc.train.run import run_dir, train
-from rlsvc.train.standalone import evaluate_bundle, write_scores
+from rlsvc.train.standalone import evaluate_bundle
 
 FIRST_SEED = 1_000_000
 PACKAGES = ("rlsvc", "jax", "flax", "gym-pusht", "pymunk")
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--few-steps", type=int, default=4, help="denoising steps of the second evaluation")
     parser.add_argument("--budget-minutes", type=float, default=60.0)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--output", type=Path, default=None, help="folder for scores and plots")
+    parser.add_argument("--output", type=Path, default=None, help="folder for the scores of every episode")
     args = parser.parse_intermixed_args()
     # All demonstrations are trained on; only the weights at the end are scored, so the run itself evaluates nothing.
     words = [f"experiment={EXPERIMENTS[args.kind]}", "tracking.trackers=[]", "env=null", "data.validation_fraction=0"]
@@ -98,6 +98,7 @@ def main() -> None:
             parallel=args.episodes,
             sample_steps=steps,
             local=True,
+            output=args.output and args.output / f"pusht_{args.kind}_{steps}_steps.json",
         )
         overlap, success = scores.interval("max_reward"), scores.interval("success")
         print(
@@ -107,9 +108,6 @@ def main() -> None:
             f"training {minutes:.1f} min, {result.step} updates; evaluation {time.monotonic() - begin:.0f} s",
             flush=True,
         )
-        if args.output:
-            args.output.mkdir(parents=True, exist_ok=True)
-            write_scores(scores, args.output / f"pusht_{args.kind}_{steps}_steps.json")
         write_result(
             f"pusht_{args.kind}_overlap{suffix}",
             overlap.mean,

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from common import write_result
@@ -224,7 +224,7 @@ def read_with_lerobot(path: Path, cache: Path) -> Iterator[Recorded]:
         raise ValueError(f"lengths of episodes sum to {sum(lengths)}, there are {len(dataset)} frames")
     first = 0
     for length in lengths:
-        items = [dataset[i] for i in range(first, first + length)]
+        items = cast("list[dict[str, Any]]", [dataset[i] for i in range(first, first + length)])
         first += length
         columns: dict[str, np.ndarray] = {}
         for key in (*OBSERVATION, *episode(0).columns):

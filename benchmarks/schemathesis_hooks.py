@@ -64,9 +64,11 @@ def from_msgpack(context: schemathesis.DeserializationContext, response: schemat
 
 
 def as_lists(value: object) -> object:
-    """The same, with lists in the place of arrays."""
+    """The same, with lists in the place of arrays, and base64 in that of bytes."""
     if isinstance(value, dict):
         return {key: as_lists(item) for key, item in value.items()}
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 

@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 from common import ROOT, write_result
+from torch.multiprocessing.spawn import spawn
 
 from rlsvc.spec.compose import compose
 from rlsvc.spec.run import RunSpec
@@ -133,7 +134,7 @@ def ours_on(ranks: int, spec: RunSpec, updates: int, rounds: int) -> list[float]
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, f"{folder}/store", spec, updates, rounds, results)
-        torch.multiprocessing.spawn(_rank, arguments, nprocs=ranks)
+        spawn(_rank, arguments, nprocs=ranks)
     return results.get()
 
 
@@ -170,7 +171,7 @@ def main() -> None:
         low, high = min(mine) / max(other), max(mine) / min(other)
         write_result(
             "torch_samples_vs_lerobot_train", ratio, "ratio", low=low, high=high, peer="lerobot-train 0.6.1, samples/s",
-            peer_value=peer, ratio=ratio, gpu=True, packages=PACKAGES, seeds=[0],
+            peer_value=peer, ratio=ratio, gpu=True, gpus=1, packages=PACKAGES, seeds=[0],
         )  # fmt: skip
     if args.compile:
         compiled = Ours(run_spec(args.policy, tiny=args.tiny, words=(*words, "algo.compile=true")), args.updates)
@@ -189,7 +190,7 @@ def main() -> None:
             low, high = min(values) / max(mine), max(values) / min(mine)
             write_result(
                 name, scaling, "ratio", low=low, high=high, peer="one rank, samples/s", peer_value=one, ratio=scaling,
-                gpu=True, packages=PACKAGES, seeds=[0],
+                gpu=True, gpus=args.ranks, packages=PACKAGES, seeds=[0],
             )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from rlsvc.commands import (
     policies,
     query,
     serve,
+    share,
     sweep,
     timelapse,
     train,
@@ -29,7 +30,7 @@ from rlsvc.commands import (
 )
 from rlsvc.core.errors import UserError
 
-USER_ERROR = 2
+USER_ERROR = UserError.exit_code
 EXTRAS = {
     **dict.fromkeys(
         ("jax", "flax", "optax", "orbax", "safetensors", "pyarrow", "matplotlib", "jaxtyping", "PIL"), "learn"
@@ -40,8 +41,10 @@ EXTRAS = {
     **dict.fromkeys(("gymnasium", "gym_pusht", "pygame", "av"), "sim"),
     **dict.fromkeys(("lerobot", "torch", "datasets"), "lerobot"),
     **dict.fromkeys(("scservo_sdk", "serial", "mujoco"), "robot"),
+    **dict.fromkeys(("tree", "lz4", "ormsgpack"), "rllib"),
     "zarr": "zarr",
     "rerun": "rerun",
+    "huggingface_hub": "hub",
 }
 """The extra that brings a package, by the name it is imported under."""
 app = typer.Typer(
@@ -66,6 +69,10 @@ for command in (
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(jobs.submit)
 dataset.app.command()(values.values)
 dataset.app.command()(collect.send)
+dataset.app.command("push")(share.push_dataset)
+dataset.app.command("pull")(share.pull_dataset)
+policies.app.command("push")(share.push_policy)
+policies.app.command("pull")(share.pull_policy)
 for command in dataset_edit.COMMANDS:
     dataset.app.command()(command)
 app.add_typer(sweep.app, name="sweep")
@@ -105,7 +112,7 @@ def main() -> None:
         sys.exit(USER_ERROR)
     except UserError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(USER_ERROR)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

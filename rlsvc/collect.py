@@ -105,16 +105,22 @@ class ServedActor:
         self._client = PolicyClient(spec.url, options=ClientOptions(key=read_key(spec.key_file)))
         self.contract, self.version = self._client.contract, self._client.version[:12]
         self.execute = spec.execute or self._client.execute or self.contract.action_horizon
-        self._seed = 0
+        self.begin(0)
 
     def begin(self, seed: int) -> None:
         """An episode begins."""
-        self._seed = seed
+        self._seed, self._carry = seed, b""
 
     def act(self, window: Mapping[str, np.ndarray], tick: int) -> np.ndarray:
-        """A chunk [H, A]."""
-        reply = self._client.act(window, seed=self._seed, step=tick)
-        self.version = reply.version[:12]
+        """A chunk [H, A]; where another version took over, what the one before handed on is forgotten."""
+        from rlsvc.client import SessionLostError
+
+        try:
+            reply = self._client.act(window, seed=self._seed, step=tick, carry=self._carry)
+        except SessionLostError as error:
+            log.info("the policy begins anew: %s", error)
+            reply = self._client.act(window, seed=self._seed, step=tick, carry=b"")
+        self.version, self._carry = reply.version[:12], reply.carry or b""
         return reply.action
 
     def close(self) -> None:

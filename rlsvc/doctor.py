@@ -24,7 +24,7 @@ from rlsvc.core.errors import UserError
 from rlsvc.envs.runtime import find_uv
 from rlsvc.envs.vulkan import MEND as VULKAN_MEND
 from rlsvc.envs.vulkan import PROBE as RENDERER_PROBE
-from rlsvc.jobs import JobsClient, find_token
+from rlsvc.jobs.client import JobsClient, find_token
 
 Status = Literal["ok", "warning", "missing"]
 GIB = 2**30

@@ -20,13 +20,16 @@ from rlsvc.core.types import ActionChunk
 from rlsvc.data.normalize import Stats
 from rlsvc.data.transforms import RobotTransforms
 from rlsvc.spec.robot import RobotSpec
-from rlsvc.store.bundle import Bundle, read_bundle
+from rlsvc.store.bundle import SAME, Bundle, parts, read_bundle, refuse_another
 
 if TYPE_CHECKING:
+    from rlsvc.backends.rllib_runner import RLlibRunner
     from rlsvc.backends.torch_runner import TorchRunner
 
 LEROBOT = "lerobot"
 """The name of policies that Torch runs, in LeRobot's own code."""
+RLLIB = "rllib"
+"""Likewise, in RLlib's modules."""
 BASELINES = ("zero", "random")
 """Policies without weights: no motion target at all (zeros), and uniform over the contract's action range."""
 
@@ -107,12 +110,8 @@ class BaselineRunner:
         """Nothing is compiled."""
 
 
-COMPILED = ("contract", "policy", "precision", "normalizer", "robot")
+COMPILED = (*SAME, "normalizer")
 """Parts of a bundle that are compiled in, and so cannot be replaced with the weights."""
-
-
-def _compiled(bundle: Bundle, name: str) -> object:
-    return bundle.normalizer.to_json() if name == "normalizer" else getattr(bundle, name)
 
 
 class PolicyRunner:
@@ -153,7 +152,7 @@ class PolicyRunner:
         setup_jax(device)
         self.contract, self.version, self.name = bundle.contract, bundle.id, str(bundle.policy["name"])
         self.robot, self._transforms = bundle.robot, RobotTransforms(bundle.robot)
-        self._compiled = {name: _compiled(bundle, name) for name in COMPILED}
+        self._compiled = parts(bundle, COMPILED)
         self.batch_sizes = tuple(sorted(batch_sizes))
         policy = make_policy(bundle.policy, bundle.contract, bundle.precision)
         prompter = make_prompter(bundle.policy, bundle.path)
@@ -220,10 +219,7 @@ class PolicyRunner:
         Raises:
             BundleError: weights, contract, normaliser or specification are those of another policy.
         """
-        for name in COMPILED:
-            if _compiled(bundle, name) != self._compiled[name]:
-                what = "normaliser" if name == "normalizer" else name
-                raise BundleError(f"bundle {bundle.path}: its {what} is not that of {self.version[:12]}; load it anew")
+        refuse_another(bundle, self._compiled, self.version)
         self.set_params(dict(bundle.params), bundle.id)
 
     def set_params(self, params: Any, version: str) -> None:
@@ -244,7 +240,7 @@ class PolicyRunner:
         self.version = version
 
     @classmethod
-    def load(cls, path: str | Path, **options: Any) -> PolicyRunner | TorchRunner | BaselineRunner:
+    def load(cls, path: str | Path, **options: Any) -> PolicyRunner | TorchRunner | RLlibRunner | BaselineRunner:
         """Read, verify and make ready, whatever runs the policy; `options` as in the constructor. Baselines need none.
 
         Raises:
@@ -254,6 +250,14 @@ class PolicyRunner:
         name = str(bundle.policy["name"])
         if name in BASELINES:
             return BaselineRunner(name, bundle.contract, bundle.id, bundle.robot)
+        if name == RLLIB:
+            try:
+                from rlsvc.backends.rllib_runner import RLlibRunner
+            except ImportError as error:
+                raise UserError(
+                    f"{path}: RLlib's policies need {error.name}, which is not installed: pip install 'rlsvc[rllib]'"
+                ) from error
+            return RLlibRunner(bundle, **options)
         if name != LEROBOT:
             return cls(bundle, **options)
         try:

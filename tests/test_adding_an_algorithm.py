@@ -29,7 +29,7 @@ def put_into_table(file: Path, text: str) -> None:
     """The imports of a block go to the others, its other lines to the end of ALGORITHMS."""
     imports = "".join(line for line in text.splitlines(keepends=True) if line.startswith("from "))
     entry = text.replace(imports, "").strip("\n")
-    first = "from rlsvc.spec.sac import"
+    first = "from rlsvc.spec.rllib import"
     before = file.read_text()
     assert before.count(first) == 1
     assert before.rstrip().endswith("}")

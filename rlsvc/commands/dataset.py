@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rlsvc.core.errors import DatasetError
 
-app = typer.Typer(help="Import, describe and check demonstrations.", no_args_is_help=True)
+app = typer.Typer(help="Import, describe, check and share demonstrations.", no_args_is_help=True)
 console = Console()
 
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}

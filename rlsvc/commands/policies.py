@@ -14,8 +14,11 @@ from rlsvc.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlsvc.store.registry import Registry
+    from rlsvc.store.url_registry import UrlRegistry
 
-app = typer.Typer(help="Policies: list, show, promote and roll back registered ones, convert.", no_args_is_help=True)
+app = typer.Typer(
+    help="Policies: list, show, promote and roll back registered ones, convert, share.", no_args_is_help=True
+)
 
 Root = Annotated[str, typer.Option(help="Folder of runs; its mlflow.db is the default store.")]
 Store = Annotated[str | None, typer.Option(help="MLflow store; default MLFLOW_TRACKING_URI, then <root>/mlflow.db.")]
@@ -152,14 +155,14 @@ def import_policy(
         console.print(f"registered as models:/{name}/{_registry(root, store).register(target, name)}")
 
 
-def _registry(root: str, store: str | None) -> Registry:
+def _registry(root: str, store: str | None) -> Registry | UrlRegistry:
     try:
-        from rlsvc.store.registry import Registry
+        from rlsvc.store.registry import open_registry
     except ImportError as error:
         raise UserError(
             f"policies are kept by {error.name}, which is not installed: pip install 'rlsvc[all]'"
         ) from error
-    return Registry(root, store)
+    return open_registry(root, store)
 
 
 def _date(seconds: float) -> str:

@@ -60,6 +60,9 @@ def run(
         typer.Argument(help="key=value: the sweep's own keys (samples=8, scheduler.grace=500), or any of the run's."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with this sweep; finished trials stay.")] = False,
+    go_on: Annotated[
+        bool, typer.Option("--continue", help="As --resume where the sweep has begun, else begin.")
+    ] = False,
     samples: Annotated[int | None, typer.Option(help="Number of configurations; the same as samples=N.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Try the space against the run's schema and end.")] = False,
 ) -> None:
@@ -77,7 +80,7 @@ def run(
         console.print("The space fits the run.")
         return
     with _needing_ray(space):
-        from rlsvc.tune.run import run_sweep, sweep_folder
+        from rlsvc.tune.run import has_begun, run_sweep, sweep_folder
 
     over = 0
 
@@ -90,7 +93,7 @@ def run(
         console.print(line, markup=False, highlight=False)
 
     with _live(console, lambda: _progress(sweep_folder(base.root, spec.name), spec)):
-        report = run_sweep(spec, base, resume=resume, on_trial=on_trial)
+        report = run_sweep(spec, base, resume=resume or (go_on and has_begun(spec, base)), on_trial=on_trial)
 
     console.print(_table(spec, report.trials))
     console.print(f"report: {report.page}\ntable: {report.table}", markup=False, soft_wrap=True)

@@ -29,6 +29,9 @@ def train(
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="One process, without Ray.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
+    go_on: Annotated[
+        bool, typer.Option("--continue", help="As --resume where the run has begun, else begin: for jobs tried again.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in its folder first; asks.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     cfg: Annotated[bool, typer.Option("--cfg", help="Print the resolved specification and end.")] = False,
@@ -40,6 +43,8 @@ def train(
     from rlsvc.spec.compose import compose, to_yaml
 
     spec = compose(words or [])
+    if go_on and (resume or overwrite):
+        raise UserError("--continue, --resume, --overwrite: choose one")
     if resume or overwrite:
         spec = spec.replace(resume=resume or spec.resume, overwrite=overwrite or spec.overwrite)
     console = Console()
@@ -48,7 +53,14 @@ def train(
         return
     if profile is not None and not local:
         raise UserError("--profile: traces this process; add --local")
-    _ask_before_deleting(Path(spec.root) / spec.project / spec.name, spec.overwrite, yes)
+    from rlsvc.train.run import has_begun, run_dir
+
+    if go_on:
+        spec = spec.replace(resume=has_begun(spec))
+    if spec.overwrite and has_begun(spec) and not yes:
+        where = f"{spec.root}/{spec.project}/{spec.name}" if "://" in spec.root else run_dir(spec)
+        if not typer.confirm(f"Delete {where} and all that it holds?"):
+            raise typer.Exit(1)
 
     result = run_with_progress(spec, console, local=local, profile=profile)
     rows = {
@@ -101,16 +113,6 @@ def run_with_progress(
                 )
 
         return run_training(spec, local=local, on_metrics=show, profile=profile)
-
-
-def _ask_before_deleting(folder: Path, overwrite: bool, yes: bool) -> None:
-    if (
-        overwrite
-        and not yes
-        and (folder / "spec.yaml").exists()
-        and not typer.confirm(f"Delete {folder} and all that it holds?")
-    ):
-        raise typer.Exit(1)
 
 
 def evaluate(

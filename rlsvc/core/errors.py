@@ -11,6 +11,9 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """Something that a person gave does not fit. Everything else is a bug and keeps its traceback."""
 
+    exit_code = 2
+    """Of the command; another one for what may be well by itself later on."""
+
 
 class SpecError(UserError):
     """A run specification or a search space is wrong."""

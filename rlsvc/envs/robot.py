@@ -109,10 +109,9 @@ class RobotEnv(gymnasium.Env):
             ConnectionLost: it does not answer.
         """
         super().reset(seed=seed)
+        if self._reading is not None:  # an episode that was left in its middle
+            self._rest()
         self._connect()
-        robot = self.station.robot
-        if self._reading is not None and robot.stopped is None:
-            self.station.end()
         self._reading = None
         progress = self._hub.progress
         progress.state = "waiting"
@@ -143,9 +142,12 @@ class RobotEnv(gymnasium.Env):
         self._hub.metrics = self.station.metrics() if self._steps % 30 == 0 else self._hub.metrics
         mark = self.operator.take_mark()
         if mark is not None and mark.ending == "discard":
+            self._rest()
             raise EpisodeDiscardedError(f"{mark.by} discarded the episode")
         success = mark is not None and mark.ending == "success"
         cut = self.station.robot.stopped is not None or self._steps >= self._spec.step_limit
+        if mark is not None or cut:
+            self._rest()
         told = {
             "is_success": success,
             "action": done.action,
@@ -165,6 +167,15 @@ class RobotEnv(gymnasium.Env):
         """Stop the robot by the guard's rule and let it go."""
         self._stack.close()
         self._station = self._reading = None
+
+    def _rest(self) -> None:
+        """The episode is over: its robot holds still, and no command is missed until the next one begins."""
+        if self.station.robot.stopped is not None:
+            return
+        try:
+            self.station.end()
+        except ConnectionLost:  # what was done is known; the next `reset` connects anew
+            self._lost = True
 
     def _connect(self) -> None:
         """Open the robot, or find one again that was lost, as long as a person would be waited for."""

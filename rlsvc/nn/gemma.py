@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rlsvc.nn.layers import along_last
 from rlsvc.nn.lora import lora_params, product
+from rlsvc.nn.sharding import matrix, rows
 from rlsvc.spec.pi0 import GemmaSpec, LoraSpec
 
 EPS = 1e-6
@@ -68,7 +69,7 @@ class Expert(nnx.Module):
 
     def final(self, x: Float[Array, "b t w"], condition: Float[Array, "b w"] | None) -> Float[Array, "b t w"]:
         """The norm after the last layer."""
-        kernel = None if self.norm_kernel is None else self.norm_kernel[...]
+        kernel = None if self.norm_kernel is None else self.norm_kernel[...].astype(x.dtype)
         return rms_norm(x, self.norm[...], kernel, condition)[0]
 
 
@@ -91,7 +92,7 @@ def rms_norm(
     if kernel is None:
         return (normal * (1 + along_last(weight, x))).astype(x.dtype), None
     assert condition is not None
-    modulation = condition.astype(x.dtype) @ kernel.astype(x.dtype) + along_last(weight.astype(x.dtype), condition)
+    modulation = condition.astype(x.dtype) @ kernel + along_last(weight.astype(x.dtype), condition)
     scale, shift, gate = jnp.split(modulation[:, None], 3, axis=-1)
     return (normal * (1 + scale) + shift).astype(x.dtype), gate
 
@@ -204,7 +205,8 @@ def transformer(
 
     stacks = [{name: value[...] for name, value in e.layers.items()} for e, _, _ in parts]
     step = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-    xs, (keys, values) = jax.lax.scan(step, [t.astype(e.dtype) for e, t, _ in parts], (stacks, cache), unroll=unroll)
+    start = [rows(t.astype(e.dtype)) for e, t, _ in parts]
+    xs, (keys, values) = jax.lax.scan(step, start, (stacks, cache), unroll=unroll)
     done = iter([e.final(x, c) for (e, _, c), x in zip(parts, xs, strict=True)])
     return [None if t is None else next(done) for t in tokens], Cache(keys, values)
 
@@ -212,7 +214,10 @@ def transformer(
 def _norm(
     expert: Expert, layer: Mapping[str, Any], name: str, x: Float[Array, "b t w"], condition: Array | None
 ) -> tuple[Array, Array | None]:
-    return rms_norm(x, layer[name], layer.get(f"{name}_kernel"), condition if expert.adaptive else None)
+    if not expert.adaptive:
+        return rms_norm(x, layer[name], None, None)
+    kernel = f"{name}_kernel"
+    return rms_norm(x, layer[name], matrix(layer[kernel], kernel, x.dtype), condition)
 
 
 def _add(x: Array, y: Array, gate: Array | None) -> Array:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from rlsvc.nn.params import leaf_names
+from rlsvc.nn.sharding import matrix
 from rlsvc.spec.pi0 import LoraSpec
 
 A, B = "_lora_a", "_lora_b"
@@ -34,7 +35,7 @@ def product(
 ) -> Float[Array, "*b o"]:
     """X W in the compute dtype, adapted where the layer has an adaptation of this matrix."""
     x = x.astype(dtype)
-    y = x @ layer[name].astype(dtype)
+    y = x @ matrix(layer[name], name, dtype)
     if lora is None or name + A not in layer:
         return y
     return y + (x @ layer[name + A].astype(dtype)) @ layer[name + B].astype(dtype) * (lora.alpha / lora.rank)

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from rlsvc.nn.layers import along_last
+from rlsvc.nn.sharding import matrix
 from rlsvc.spec.pi0 import SiglipSpec
 
 EPS = 1e-6
@@ -58,27 +59,31 @@ class Siglip(nnx.Module):
         assert image.shape[1:] == (rows * p, columns * p, 3), f"{image.shape}: not of {rows} x {columns} patches of {p}"
         # A convolution whose stride is its kernel is one product over patches.
         x = image.astype(jnp.float32).reshape(b, rows, p, columns, p, 3).transpose(0, 1, 3, 2, 4, 5)
-        x = x.reshape(b, rows * columns, p * p * 3) @ self.patches[...]
+        x = x.reshape(b, rows * columns, p * p * 3) @ matrix(self.patches[...], "patches", jnp.float32)
         x = x + along_last(self.patches_bias[...], x) + self.positions[...][None]
         layers = {name: value[...] for name, value in self.layers.items()}
         step = jax.checkpoint(self._layer, prevent_cse=False) if remat else self._layer
         x, _ = jax.lax.scan(step, x.astype(self.dtype), layers, unroll=unroll)
         x = layer_norm(x, self.norm[...], self.norm_bias[...])
-        return _affine(x, self.head[...], self.head_bias[...])
+        return _affine(x, matrix(self.head[...], "head", x.dtype), self.head_bias[...])
 
     def _layer(self, x: Float[Array, "b s c"], w: dict[str, Any]) -> tuple[Float[Array, "b s c"], None]:
         b, s, c = x.shape
         n = self.size.heads
         y = layer_norm(x, w["attention_norm"], w["attention_norm_bias"])
-        qkv = _affine(y, w["qkv"], w["qkv_bias"]).reshape(b, s, 3, n, c // n)
+        qkv = self._product(y, w, "qkv").reshape(b, s, 3, n, c // n)
         # cuDNN's attention keeps the logits, and reads heads where they lie; it has none for float32.
         cudnn = jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16
         y = jax.nn.dot_product_attention(
             qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], implementation="cudnn" if cudnn else "xla"
         ).reshape(b, s, c)
-        x = x + _affine(y, w["out"], w["out_bias"])
+        x = x + self._product(y, w, "out")
         y = layer_norm(x, w["feed_forward_norm"], w["feed_forward_norm_bias"])
-        return x + _affine(jax.nn.gelu(_affine(y, w["up"], w["up_bias"])), w["down"], w["down_bias"]), None
+        return x + self._product(jax.nn.gelu(self._product(y, w, "up")), w, "down"), None
+
+    @staticmethod
+    def _product(x: Array, w: dict[str, Any], name: str) -> Array:
+        return _affine(x, matrix(w[name], name, x.dtype), w[f"{name}_bias"])
 
 
 def layer_norm(x: Float[Array, "b s c"], scale: Float[Array, " c"], bias: Float[Array, " c"]) -> Float[Array, "b s c"]:
@@ -93,5 +98,5 @@ def layer_norm(x: Float[Array, "b s c"], scale: Float[Array, " c"], bias: Float[
 def _affine(x: Array, kernel: Array, bias: Array) -> Array:
     # Apart, since XLA reads a layer out of the stacked weights in place for a bare product, but copies it for one with
     # a bias: a sixth of the tower's time on a GPU.
-    y = jax.lax.optimization_barrier(x @ kernel.astype(x.dtype))
+    y = jax.lax.optimization_barrier(x @ kernel)
     return y + along_last(bias.astype(x.dtype), y)

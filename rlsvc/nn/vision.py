@@ -11,8 +11,36 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
+from rlsvc.core.contract import Contract
+from rlsvc.core.errors import ContractError
 from rlsvc.nn.layers import GroupNorm, Linear
 from rlsvc.spec.diffusion import VisionSpec
+
+SMALLEST = 33
+"""Pixels a side from which the encoder's last map has two places a side; of one place keypoints say nothing."""
+
+
+def check_images(spec: VisionSpec, contract: Contract) -> None:
+    """Refuse images that `ImageEncoder` cannot see anything in.
+
+    Raises:
+        ContractError: an image smaller than the crop, or too small for the encoder; names it.
+    """
+    for key, feature in contract.observation.items():
+        if not feature.is_image:
+            continue
+        size, crop = feature.shape[:2], spec.crop
+        if crop and (size[0] < crop[0] or size[1] < crop[1]):
+            raise ContractError(
+                f"observation '{key}' is {size[0]}x{size[1]}, smaller than policy.vision.crop = {list(crop)}"
+            )
+        seen = crop or size
+        if min(seen) < SMALLEST:
+            larger = "larger images, or a larger policy.vision.crop" if crop else "larger images"
+            raise ContractError(
+                f"observation '{key}': the encoder gets {seen[0]}x{seen[1]} pixels, which it halves five times; "
+                f"expected {SMALLEST} or more a side: {larger}"
+            )
 
 
 class ResNetBlock(nnx.Module):

@@ -30,7 +30,7 @@ from rlsvc.core.errors import ContractError
 from rlsvc.data.windows import Batch
 from rlsvc.nn.transformer import ActionTransformer
 from rlsvc.nn.unet1d import UNet1d
-from rlsvc.nn.vision import ImageEncoder, augment_window
+from rlsvc.nn.vision import ImageEncoder, augment_window, check_images
 from rlsvc.policies.api import ActOptions, Metrics, Params
 from rlsvc.spec.diffusion import DiffusionSpec, UNet1dSpec
 
@@ -196,7 +196,7 @@ class DiffusionPolicy:
         """Check that the contract fits the specification.
 
         Raises:
-            ContractError: a text feature, an image smaller than the crop, or step counts that differ.
+            ContractError: a text feature, an image that is too small, or step counts that differ.
         """
         for key, feature in contract.observation.items():
             if feature.dtype == TEXT:
@@ -204,12 +204,7 @@ class DiffusionPolicy:
                     f"observation '{key}' is a text, which the diffusion policy does not read; "
                     "leave it out of data.observation"
                 )
-            crop = spec.vision.crop
-            if feature.is_image and crop and (feature.shape[0] < crop[0] or feature.shape[1] < crop[1]):
-                raise ContractError(
-                    f"observation '{key}' is {feature.shape[0]}x{feature.shape[1]}, smaller than "
-                    f"policy.vision.crop = {list(crop)}"
-                )
+        check_images(spec.vision, contract)
         if (contract.n_obs_steps, contract.action_horizon) != (spec.n_obs_steps, spec.n_action_steps):
             raise ContractError(
                 f"contract has n_obs_steps = {contract.n_obs_steps}, action_horizon = {contract.action_horizon}; "

@@ -18,7 +18,7 @@ from rlsvc.core.contract import TEXT, Contract
 from rlsvc.core.errors import ContractError
 from rlsvc.data.windows import Batch
 from rlsvc.nn.mlps import Mlps
-from rlsvc.nn.vision import ImageEncoder, augment_window
+from rlsvc.nn.vision import ImageEncoder, augment_window, check_images
 from rlsvc.policies.api import Params
 from rlsvc.spec.reward_classifier import RewardClassifierSpec
 
@@ -40,7 +40,7 @@ class RewardClassifier:
         """Check that the contract fits.
 
         Raises:
-            ContractError: no image, or a text among the observations.
+            ContractError: no image, one that is too small, or a text among the observations.
         """
         for key, feature in contract.observation.items():
             if feature.dtype == TEXT:
@@ -48,6 +48,7 @@ class RewardClassifier:
                     f"observation '{key}' is a text, which reward_classifier does not read; train one for each task, "
                     "and leave it out of data.observation"
                 )
+        check_images(spec.vision, contract)
         self.spec, self.contract, self.dtype = spec, contract, dtype
         self.images = tuple(sorted(k for k, f in contract.observation.items() if f.is_image))
         self.vectors = tuple(sorted(k for k, f in contract.observation.items() if not f.is_image))

@@ -74,11 +74,10 @@ class VisionLanguageNet(nnx.Module):
             images.append(image)
         tokens, valid = [], []
         if images:
-            # All cameras in one call of the tower.
-            out = self.vision(jnp.concatenate(images), remat=self.spec.remat and key is not None, unroll=self._unroll)
-            tokens.append(
-                out.reshape(len(images), b, *out.shape[1:]).transpose(1, 0, 2, 3).reshape(b, -1, out.shape[-1])
-            )
+            # All cameras in one call of the tower, those of a row beside each other: rows may lie on several devices.
+            joined = jnp.stack(images, axis=1).reshape(-1, *images[0].shape[1:])
+            out = self.vision(joined, remat=self.spec.remat and key is not None, unroll=self._unroll)
+            tokens.append(out.reshape(b, -1, out.shape[-1]))
             there = jnp.stack([self._there(observation, name, b) for name in self.cameras], axis=1)
             valid.append(jnp.repeat(there, out.shape[1], axis=1))
         tokens.append(self.embed(observation[PROMPT_TOKENS]))

@@ -13,6 +13,7 @@ from rlsvc.spec.base import Spec
 from rlsvc.spec.hiors import HiORSSpec
 from rlsvc.spec.imitation import ImitationSpec
 from rlsvc.spec.reward_classifier import RewardLearningSpec
+from rlsvc.spec.rllib import RLlibSpec
 from rlsvc.spec.sac import SACSpec
 from rlsvc.spec.tdmpc2 import TDMPC2Spec
 from rlsvc.spec.torch_lerobot import TorchImitationSpec
@@ -34,7 +35,10 @@ class Entry:
         episodes: `module:function` that says what is learned from a whole episode of its rollouts, for an algorithm
             that draws windows from those besides; None for one that does not. Takes the episode
             (`rlsvc.data.episodes`), the algorithm's specification and the contract; gives columns or None.
-        framework: jax or torch: which learner a rank of the group is (rlsvc/train/group.py).
+        afar: whether robots far away can collect for it (`rollout.clients`): it learns from whole episodes, of which
+            they know what `rlsvc collect` records, and its policy remembers nothing between two requests.
+        framework: jax or torch: which learner a rank of the group is (rlsvc/train/group.py); rllib has a loop and
+            learners of its own (rlsvc/train/rllib.py).
         extras: names of what the policy hands out besides actions and the algorithm wants stored with each step, given
             the algorithm's specification.
     """
@@ -46,7 +50,8 @@ class Entry:
     acts: bool = True
     sequence_length: Callable[[Any], int] | None = None
     episodes: str | None = None
-    framework: Literal["jax", "torch"] = "jax"
+    afar: bool = False
+    framework: Literal["jax", "torch", "rllib"] = "jax"
     extras: Callable[[Any], tuple[str, ...]] = lambda algo: ()
 
 
@@ -57,9 +62,11 @@ def _tdmpc2_extras(algo: TDMPC2Spec) -> tuple[str, ...]:
 ALGORITHMS: dict[str, Entry] = {
     "imitation": Entry(ImitationSpec, "rlsvc.algos.imitation:Imitation", ("diffusion", "pi0", "pi0_fast")),
     "hiors": Entry(
-        HiORSSpec, "rlsvc.algos.hiors:HiORS", ("diffusion", "pi0"), episodes="rlsvc.algos.hiors:learned_rows"
+        HiORSSpec, "rlsvc.algos.hiors:HiORS", ("diffusion", "pi0"), episodes="rlsvc.algos.hiors:learned_rows", afar=True
     ),
-    "sac": Entry(SACSpec, "rlsvc.algos.sac:SAC", ("gaussian",), sequence_length=lambda policy: policy.horizon),
+    "sac": Entry(
+        SACSpec, "rlsvc.algos.sac:SAC", ("gaussian",), sequence_length=lambda policy: policy.horizon, afar=True
+    ),
     "tdmpc2": Entry(
         TDMPC2Spec,
         "rlsvc.algos.tdmpc2:TDMPC2",
@@ -70,6 +77,7 @@ ALGORITHMS: dict[str, Entry] = {
     "torch_imitation": Entry(
         TorchImitationSpec, "rlsvc.backends.torch_imitation:TorchImitation", ("lerobot",), framework="torch"
     ),
+    "rllib": Entry(RLlibSpec, "rlsvc.backends.rllib:RLlibTrainer", ("rllib",), framework="rllib"),
     "reward_classifier": Entry(
         RewardLearningSpec, "rlsvc.algos.reward_classifier:RewardLearning", ("reward_classifier",), acts=False
     ),

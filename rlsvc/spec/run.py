@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlsvc.core.errors import nearest
 from rlsvc.spec.algorithms import ALGORITHMS
@@ -18,6 +18,7 @@ from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.spec.pi0_fast import Pi0FastSpec
 from rlsvc.spec.replay import ReplaySpec
 from rlsvc.spec.reward_classifier import RewardClassifierSpec
+from rlsvc.spec.rllib import RLlibPolicySpec, RLlibSpec
 from rlsvc.spec.robot import RobotSpec
 from rlsvc.spec.rollout import RolloutSpec
 from rlsvc.spec.sac import GaussianPolicySpec
@@ -32,6 +33,7 @@ PolicySpec = Annotated[
     | LeRobotPolicySpec
     | Pi0Spec
     | Pi0FastSpec
+    | RLlibPolicySpec
     | TDMPC2PolicySpec
     | ValueMlpSpec
     | ValueVlmSpec
@@ -58,7 +60,7 @@ class RunSpec(Spec):
     group: str | None = None
     """A label by which trackers group runs; null has none."""
     root: str = "runs"
-    """Runs live in `<root>/<project>/<name>/`."""
+    """Runs live in `<root>/<project>/<name>/`: a folder, or a storage by its URL, such as s3://bucket/runs."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Of the weights, the batches and the noise; on a CPU the same seed gives the same run, bit for bit."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -66,7 +68,8 @@ class RunSpec(Spec):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute precision of the nets; weights and optimizer state are fp32."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Gradient updates on the demonstrations, for a run without `phases`."""
+    """Gradient updates on the demonstrations, for a run without `phases`. With algo rllib: environment steps, where its
+    type steps `env`; the run ends with the iteration that passes them."""
     phases: tuple[PhaseSpec, ...] = ()
     """The curriculum, one phase after the other. The run's clock, in which intervals count, is environment steps while
     a phase is online and updates while it is offline."""
@@ -125,10 +128,25 @@ class RunSpec(Spec):
         return any(phase.type == "online" for phase in self.phases)
 
     @property
+    def collects(self) -> bool:
+        """Whether rollout workers step `env`: in online phases, or as RLlib's environment runners."""
+        return self.online or (isinstance(self.algo, RLlibSpec) and not self.algo.recorded)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether bundles are tried in `env` as the run goes; a robot that collects is taken to the run's end."""
+        return self.env is not None and not (isinstance(self.env, RobotEnvSpec) and self.collects)
+
+    @property
     def people_intervene(self) -> bool:
         """Whether rollouts say of each step if a person, or a stand-in for one, acted."""
         rollout = self.rollout
         return isinstance(self.env, RobotEnvSpec) or rollout.stand_in is not None or rollout.clients is not None
+
+    @field_validator("root")
+    @classmethod
+    def _folder_of_file_url(cls, root: str) -> str:
+        return root.removeprefix("file://")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -162,6 +180,7 @@ class RunSpec(Spec):
             )
         self._check_parts()
         self._check_torch()
+        self._check_rllib()
         self._check_phases()
         self._check_robot()
         self._check_one_robot()
@@ -178,6 +197,8 @@ class RunSpec(Spec):
     def _check_parts(self) -> None:
         """A batch is cut evenly."""
         where, parts = "algo.optimizer.accumulation", self.learner.ranks
+        if isinstance(self.algo, RLlibSpec):
+            return  # a batch is train_batch_size_per_learner of each
         if isinstance(self.algo, TorchImitationSpec):
             where, parts = "algo.accumulation", parts * self.algo.accumulation
         elif hasattr(self.algo, "optimizer"):
@@ -211,6 +232,48 @@ class RunSpec(Spec):
             if bad:
                 raise ValueError(f"{name}: got {got}, with algo torch_imitation expected {expected}")
 
+    def _check_rllib(self) -> None:
+        """What RLlib says in its own configuration, or has no place for."""
+        if not isinstance(self.algo, RLlibSpec):
+            return
+        kind, learner, data = self.algo.type, self.learner, self.data
+        if self.phases:
+            raise ValueError("phases: RLlib has a loop of its own; give total_steps")
+        if self.algo.recorded:
+            if data is None:
+                raise ValueError(f"data: RLlib's {kind} learns from recorded episodes; name some")
+            if len(data.datasets) > 1:
+                raise ValueError(f"data.datasets: RLlib's {kind} learns from one dataset, got {len(data.datasets)}")
+            if data.reward is None and kind != "bc":
+                raise ValueError(f"data.reward: RLlib's {kind} learns from rewards; name the feature that has them")
+        elif data is not None:
+            raise ValueError(f"data: RLlib's {kind} learns from its own steps; leave it out, or take cql, marwil or bc")
+        elif self.env is None:
+            raise ValueError(f"env: RLlib's {kind} learns by stepping an environment; name one")
+        used = ("workers", "envs_per_worker", "cpus_per_worker", "timeout_s", "max_restarts", "inference_gpus")
+        rest = {name: default for name, default in RolloutSpec() if name not in used}
+        defaults: dict[str, tuple[Any, Any, str]]
+        defaults = {"replay": (self.replay, ReplaySpec(), "algo.config.replay_buffer_config is RLlib's own")}
+        defaults |= {
+            f"rollout.{name}": (getattr(self.rollout, name), default, "RLlib's environment runners have none of it")
+            for name, default in rest.items()
+        }
+        defaults |= {
+            "precision": (self.precision, "fp32", "RLlib's modules compute in fp32"),
+            "robot": (self.robot, None, "RLlib takes the numbers as they are"),
+            "learner.fsdp": (learner.fsdp, 1, "RLlib's learners hold all of the weights each"),
+            "learner.tensor": (learner.tensor, 1, "RLlib's learners hold all of the weights each"),
+        }
+        if data is not None:
+            seen = getattr(self.policy, "observation", None)
+            defaults["policy.observation"] = (seen, None, "data.observation says what is seen of recorded data")
+            defaults["data.norm_stats"] = (data.norm_stats, None, "the statistics are those of the data")
+            mode = data.normalization.get(data.action)
+            defaults["data.normalization.action"] = (mode, None, "a module's actions are those of the contract's range")
+        for name, (got, default, why) in defaults.items():
+            if got != default:
+                raise ValueError(f"{name}: got {got}, with algo rllib expected {default}: {why}")
+
     def _check_robot(self) -> None:
         if self.robot is None:
             return
@@ -231,12 +294,23 @@ class RunSpec(Spec):
             raise ValueError(
                 f"rollout.workers, rollout.envs_per_worker: got {streams} environments, robot '{name}' is one"
             )
-        if self.online and self.evaluation.interval is not None:
+        if self.online and self.rollout.mode != "async":
+            raise ValueError(
+                f"rollout.mode: got {self.rollout.mode}, expected async: robot '{name}' does not wait while the "
+                "learner updates"
+            )
+        if self.collects and self.evaluation.interval is not None:
             raise ValueError(
                 f"evaluation.interval: got {self.evaluation.interval}, but robot '{name}' collects meanwhile; set it "
                 "to null, and try the policy afterwards with rlsvc evaluate"
             )
-        if self.online and self.rollout.timeout_s <= self.env.start_timeout_s:
+        for phase in self.curriculum:
+            if self.collects and EVALUATE in phase.hooks:
+                raise ValueError(
+                    f"phase '{phase.name}': hook evaluate, but robot '{name}' collects as long as the run lasts; "
+                    "leave it out, and try the policy afterwards with rlsvc evaluate"
+                )
+        if self.collects and self.rollout.timeout_s <= self.env.start_timeout_s:
             raise ValueError(
                 f"rollout.timeout_s: got {self.rollout.timeout_s:g}, at which a worker counts as hung, but it may wait "
                 f"{self.env.start_timeout_s:g} s for a person (env.start_timeout_s); expected more than that"
@@ -247,10 +321,15 @@ class RunSpec(Spec):
         rollout = self.rollout
         if rollout.clients is None:
             return
-        if ALGORITHMS[self.algo.name].episodes is None:
-            able = " or ".join(name for name, entry in ALGORITHMS.items() if entry.episodes is not None)
+        if not ALGORITHMS[self.algo.name].afar:
+            able = " or ".join(name for name, entry in ALGORITHMS.items() if entry.afar)
             raise ValueError(
-                f"rollout.clients: {self.algo.name} learns from steps, but whole episodes are sent; take {able}"
+                f"rollout.clients: robots far away do not collect for {self.algo.name}: they send whole episodes and "
+                f"keep nothing of the policy's; take {able}"
+            )
+        if self.data is None:
+            raise ValueError(
+                "rollout.clients: robots' episodes have the features of the demonstrations; expected `data`, got none"
             )
         if self.env is not None:
             raise ValueError("rollout.clients: robots far away collect, so the run has no env; leave one of both out")
@@ -288,7 +367,7 @@ class RunSpec(Spec):
             steps = phase.type == "online" and self.rollout.clients is None
             if self.env is None and (steps or phase.type == "eval_only" or EVALUATE in phase.hooks):
                 raise ValueError(f"{where}: it steps or evaluates in an environment, and the run has no `env`")
-            if not phase.update_hooks:
+            if not phase.update_hooks or isinstance(self.algo, RLlibSpec):
                 continue
             if "demonstrations" in phase.mixture and self.data is None:
                 raise ValueError(f"{where}: buffer demonstrations needs `data`")

@@ -11,6 +11,7 @@ has the final name; reading verifies every byte against the manifest before it i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -208,9 +210,68 @@ def read_bundle(path: str | Path) -> Bundle:
     return Bundle(stated_id, policy, precision, contract, normalizer, params, run, path, robot)
 
 
+SAME = ("contract", "policy", "precision", "robot")
+"""Fields of a bundle that whoever acts with it cannot have replaced with the weights."""
+
+
+def parts(bundle: Bundle, names: tuple[str, ...]) -> dict[str, object]:
+    """Fields of a bundle in a form that can be compared."""
+    return {name: bundle.normalizer.to_json() if name == "normalizer" else getattr(bundle, name) for name in names}
+
+
+def refuse_another(bundle: Bundle, same: Mapping[str, object], version: str) -> None:
+    """Refuse weights of another policy.
+
+    Args:
+        bundle: whose weights are to be acted with.
+        same: `parts` of the bundle that was loaded.
+        version: id of that one.
+
+    Raises:
+        BundleError: a part differs; names it.
+    """
+    for name, value in parts(bundle, tuple(same)).items():
+        if value != same[name]:
+            what = "normaliser" if name == "normalizer" else name
+            raise BundleError(f"bundle {bundle.path}: its {what} is not that of {version[:12]}; load it anew")
+
+
 def read_id(path: str | Path) -> str:
     """The id that `read_bundle` would give it; nothing but its manifest is read. Raises as that."""
     return _id(_read_meta(Path(path)))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a manifest says of one file."""
+
+    sha256: str
+    bytes: int
+
+
+def read_manifest(path: str | Path) -> dict[str, Entry]:
+    """The files of a bundle by plain name, as its manifest states them; none of them is looked at.
+
+    Raises:
+        BundleError: not a bundle, another schema version, or a manifest with a name, size or sum that cannot be one.
+    """
+    path = Path(path)
+    try:
+        found = {name: Entry(str(e["sha256"]), int(e["bytes"])) for name, e in _read_meta(path)["manifest"].items()}
+    except _MALFORMED as error:
+        raise BundleError(f"{path / META}: field {error} is missing or malformed") from error
+    for name, entry in found.items():
+        if not _NAME.fullmatch(name) or name == META:
+            raise BundleError(f"{path / META}: the manifest names {name[:80]!r}, which is not a plain file name")
+        if not re.fullmatch(r"[0-9a-f]{64}", entry.sha256) or entry.bytes < 0:
+            raise BundleError(f"{path / META}: the manifest gives no sha256 and size of '{name}'")
+    return found
+
+
+def read_versions(path: str | Path) -> dict[str, str]:
+    """The packages that made a bundle and the commit of rlsvc, by name, as it states them. Raises as `read_bundle`."""
+    versions = _read_meta(Path(path)).get("versions")
+    return {str(name): str(value) for name, value in versions.items()} if isinstance(versions, dict) else {}
 
 
 def read_weight_bytes(path: str | Path) -> int:
@@ -361,7 +422,30 @@ def _versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return found if (commit := _commit()) is None else {**found, "commit": commit}
+
+
+@functools.cache
+def _commit() -> str | None:
+    """The commit of rlsvc's checkout, with "+changes" where its files differ from it.
+
+    Outside a checkout what RLSVC_COMMIT says, else None.
+    """
+    if os.environ.get("RLSVC_COMMIT"):
+        return os.environ["RLSVC_COMMIT"]
+    package = Path(__file__).parents[1]
+    try:
+        # An installed package may lie in the checkout of something else, which does not track it.
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")
+        changed = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
+        return _git(package, "rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def _write_synced(file: Path, data: bytes) -> None:

@@ -11,11 +11,8 @@ folder; bf16 ones of LeRobot's become the same numbers in float32.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +29,7 @@ from rlsvc.policies.pi0_weights import EMBEDDING, TIED, UNUSED, from_lerobot, to
 from rlsvc.policies.prompt import TOKENIZER_FILE
 from rlsvc.spec.pi0 import Pi0Spec
 from rlsvc.store.bundle import Bundle, write_bundle
+from rlsvc.store.folders import new_folder, refuse_in_the_way
 from rlsvc.store.lerobot_config import DTYPES, EMPTY, described_by, describes, read_config
 from rlsvc.store.lerobot_processors import read_normalizer, write_processors
 
@@ -70,7 +68,7 @@ def to_lerobot_folder(bundle: Bundle, path: Path, *, group: str | None = None, p
     # reads neither.
     tensors[f"model.{TIED[0]}"] = tensors[f"model.{EMBEDDING}"]
     tensors[f"model.{UNUSED[0]}"] = np.zeros((spec.tokenizer.vocab_size, spec.expert.width), np.float32)
-    with _new_folder(path) as folder:
+    with new_folder(path) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2))
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         shutil.copyfile(bundle.path / TOKENIZER_FILE, folder / TOKENIZER_FILE)
@@ -104,7 +102,7 @@ def from_lerobot_folder(
         DatasetError: statistics that are missing or of another robot.
         BundleError: likewise.
     """
-    _refuse_existing(path)
+    refuse_in_the_way(path)
     config = read_config(folder / CONFIG)
     source = tokenizer or folder / TOKENIZER_FILE
     text = PaliGemmaTokenizer.load(source)
@@ -151,23 +149,3 @@ def _read_weights(file: Path, spec: Pi0Spec, contract: Contract) -> dict[str, np
             + f" of {spec.variant}"
         )
     return params
-
-
-def _refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise UserError(f"{path}: is there already; give another name, or delete it first")
-
-
-@contextlib.contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """A folder that has its final name once it is whole."""
-    _refuse_existing(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

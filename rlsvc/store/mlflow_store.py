@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
 from rlsvc.core.errors import UserError
+from rlsvc.store.storage import is_url, local_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -22,6 +23,9 @@ CLIENT_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
+RUN_DIR_TAG = "rlsvc.run_dir"
+"""Of a run: its folder."""
+MLFLOW_SCHEMES = ("http", "sqlite", "mysql", "postgresql", "mssql", "databricks")
 
 
 class TrackingError(UserError):
@@ -29,8 +33,19 @@ class TrackingError(UserError):
 
 
 def store_uri(root: str | Path = "runs", uri: str | None = None) -> str:
-    """The MLflow store: `uri` if given, else MLFLOW_TRACKING_URI, else SQLite at `<root>/mlflow.db`."""
-    return uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path(root).absolute() / 'mlflow.db'}"
+    """The MLflow store: `uri` if given, else MLFLOW_TRACKING_URI, else SQLite at `<root>/mlflow.db`.
+
+    A root that is a URL has no place for SQLite: then it is the root itself, which holds policies and no tracking.
+    """
+    named = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if named or is_url(root):
+        return named or str(root)
+    return f"sqlite:///{Path(local_folder(root)).absolute() / 'mlflow.db'}"
+
+
+def on_storage(uri: str) -> bool:
+    """Whether a store is no MLflow store but a storage, such as `s3://bucket/runs`."""
+    return is_url(uri) and not urlparse(uri).scheme.startswith(MLFLOW_SCHEMES)
 
 
 def sqlite_path(uri: str) -> Path | None:
@@ -64,6 +79,12 @@ def open_store(uri: str) -> MlflowClient:
     Raises:
         TrackingError: the store cannot be reached, is damaged, or has the schema of another MLflow.
     """
+    if on_storage(uri):
+        raise TrackingError(
+            f"tracking.trackers: mlflow keeps a database, which cannot lie at {uri}. Name a store "
+            "(tracking.mlflow_uri, MLFLOW_TRACKING_URI), or take tracking.trackers=[]; metrics.jsonl is written, and "
+            "the bundle is registered, in any case"
+        )
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -9,51 +9,28 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
+from rlsvc.core.cache import cache_dir
 from rlsvc.core.errors import BundleError, NotFoundError, SpecError, unknown_name
 from rlsvc.store.bundle import read_bundle
-from rlsvc.store.mlflow_store import artifact_root, open_store, store_uri
+from rlsvc.store.mlflow_store import RUN_DIR_TAG, artifact_root, on_storage, open_store, store_uri
+from rlsvc.store.registry_names import Version, check_alias, check_name, parse_target
+from rlsvc.store.run_store import fetch_bundle
+from rlsvc.store.storage import is_url
+from rlsvc.store.url_registry import UrlRegistry
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-MODEL_URI = re.compile(r"^models:/(?P<name>[^/@:]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[^/@]+))$")
-NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
-ALIAS = re.compile(r"^(?!latest$)(?!v?\d+$)[A-Za-z][A-Za-z0-9_-]{0,99}$")
 BUNDLE_TAG = "rlsvc.bundle"
 BEFORE_TAG = "rlsvc.before."
 """And an alias: the versions that it pointed at before, oldest first, as JSON."""
 BEFORE = 50
 """Of them, how many are kept."""
-
-
-@dataclass(frozen=True)
-class Version:
-    """One version of a registered policy.
-
-    Attributes:
-        name: of the policy.
-        version: 1, 2, ...
-        aliases: names that point at this version ("best", "production").
-        bundle: the bundle's id, sha256 of its manifest.
-        run_id: the MLflow run that made it, "" when it came from none.
-        source: URI of the bundle's folder.
-        created: unix time in s.
-    """
-
-    name: str
-    version: int
-    bundle: str
-    run_id: str
-    source: str
-    created: float
-    aliases: tuple[str, ...] = field(default=())
 
 
 class Registry:
@@ -77,8 +54,7 @@ class Registry:
         """
         from mlflow.exceptions import MlflowException
 
-        if not NAME.match(name):
-            raise SpecError(f"policy name '{name}': expected letters, digits, '.', '_' and '-' (at most 200)")
+        check_name(name)
         bundle_id = read_bundle(bundle).id
         try:
             self._client.create_registered_model(name)
@@ -130,10 +106,7 @@ class Registry:
             NotFoundError: no such policy, or no such version of it.
             SpecError: the alias cannot be one (MLflow reserves `latest` and `v1`, `v2`, ...).
         """
-        if not ALIAS.match(alias):
-            raise SpecError(
-                f"alias '{alias}': expected a letter, then letters, digits, '_' or '-'; not 'latest', not 'v<number>'"
-            )
+        check_alias(alias)
         self._version(name, str(version))
         now, before = self._history(name, alias)
         if now is not None and now != version:
@@ -164,12 +137,9 @@ class Registry:
         Raises:
             NotFoundError: no such policy, version or alias.
         """
-        match = MODEL_URI.match(target)
-        if match is None:
-            raise SpecError(f"'{target}': expected models:/name@alias, models:/name/version or models:/name/latest")
-        name, alias = match["name"], match["alias"]
+        name, alias, version = parse_target(target)
         if not alias:
-            return self._version(name, match["version"])
+            return self._version(name, version)
         by_alias = {each: version for version in self.versions(name) for each in version.aliases}
         if alias not in by_alias:
             raise unknown_name(f"alias of policy '{name}'", alias, by_alias)
@@ -193,6 +163,20 @@ class Registry:
                 f"{target}: {path} holds bundle {got[:12]}, but {version.bundle[:12]} was registered there"
             )
         return path
+
+    def run_folder(self, version: Version) -> Path | None:
+        """The folder of the run that made a version; None where it is not on this machine, or no run did."""
+        from mlflow.exceptions import MlflowException
+
+        if not version.run_id:
+            return None
+        try:
+            folder = self._client.get_run(version.run_id).data.tags.get(RUN_DIR_TAG)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+        return Path(folder) if folder and Path(folder).is_dir() else None
 
     def _model(self, name: str) -> Any:
         from mlflow.exceptions import MlflowException
@@ -250,9 +234,7 @@ class Registry:
             return Path(unquote(parsed.path))
         from mlflow.artifacts import download_artifacts
 
-        cache = (
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsvc" / "bundles" / version.bundle[:16]
-        )
+        cache = cache_dir() / "bundles" / version.bundle[:16]
         if not cache.is_dir():
             temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
             temporary.mkdir(parents=True)
@@ -264,18 +246,26 @@ class Registry:
 
 def register(bundle: Path, name: str, run_id: str = "", uri: str | None = None, *, root: str | Path = "runs") -> int:
     """Registers a bundle as a version of the policy `name`; see `Registry.register`."""
-    return Registry(root, uri).register(bundle, name, run_id)
+    return open_registry(root, uri).register(bundle, name, run_id)
+
+
+def open_registry(root: str | Path = "runs", uri: str | None = None) -> Registry | UrlRegistry:
+    """The registry of a store: MLflow's, or, for a root that is a URL and no MLflow store named, one below that URL."""
+    store = store_uri(root, uri)
+    return UrlRegistry(store) if on_storage(store) else Registry(uri=store)
 
 
 def resolve(target: str, *, root: str | Path = "runs", uri: str | None = None) -> Path:
-    """The bundle folder that `target` means: a folder itself, or `models:/name@alias | name/3 | name/latest`.
+    """The bundle folder that `target` means: itself, `ROOT-URL/project/run/bundles/step`, or `models:/name@alias`.
 
     Raises:
         NotFoundError: no such folder, policy, version or alias.
         BundleError: a registered bundle is gone or damaged. (A plain folder is verified by whoever loads it.)
     """
     if target.startswith("models:"):
-        return Registry(root, uri).resolve(target)
+        return open_registry(root, uri).resolve(target)
+    if is_url(target):
+        return fetch_bundle(target)
     path = Path(target)
     if not path.is_dir():
         raise NotFoundError(f"'{target}': expected the folder of a policy bundle, or models:/name@alias")

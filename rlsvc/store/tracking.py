@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlsvc.spec.run import RunSpec
-from rlsvc.store.mlflow_store import TrackingError, experiment_id, open_store, store_uri
+from rlsvc.store.mlflow_store import RUN_DIR_TAG, TrackingError, experiment_id, open_store, store_uri
 
 NONFINITE = "tracking/nonfinite"
 Status = Literal["finished", "failed"]
@@ -205,7 +205,7 @@ class MlflowTracker:
                     "begin a new MLflow run"
                 ) from error
             return cls(client, {"uri": uri, "run_id": ids["run_id"]})
-        tags = {"rlsvc.run_dir": str(run_dir.absolute()), "rlsvc.group": spec.group or ""}
+        tags = {RUN_DIR_TAG: str(run_dir.absolute()), "rlsvc.group": spec.group or ""}
         if spec.tracking.parent_run is not None:
             tags["mlflow.parentRunId"] = spec.tracking.parent_run
         run = client.create_run(experiment_id(client, uri, spec.project), run_name=spec.name, tags=tags)

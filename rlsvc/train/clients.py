@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from rlsvc.core.contract import TEXT
+from rlsvc.core.contract import TEXT, Contract
 from rlsvc.core.errors import DatasetError
 from rlsvc.core.http_server import ThreadServer
 from rlsvc.core.types import CLASSIFIER, COMMANDED, INTERVENTION, REWARD_SOURCE, REWARD_SOURCES, ActionChunk, Chunk
 from rlsvc.data.journal import Journal
 from rlsvc.data.load import open_source, select_episodes
+from rlsvc.data.mixture import table_contract
 from rlsvc.data.repack import load_features
 from rlsvc.data.replay_table import rows_of_episode
 from rlsvc.data.texts import encode_texts
@@ -31,6 +32,7 @@ from rlsvc.serve.episodes import EpisodeInbox, Received, add_episode_routes
 from rlsvc.serve.keys import Keys
 from rlsvc.serve.service import PolicyService
 from rlsvc.serve.settings import ServeSettings
+from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.data import DatasetSpec
 from rlsvc.spec.rollout import ClientsSpec
 from rlsvc.spec.run import RunSpec
@@ -40,6 +42,22 @@ from rlsvc.train.rollout_worker import Acting
 CLIENTS = "clients"
 """In a run's folder: the episodes that were sent, as datasets."""
 RECORDED = ("action", COMMANDED, INTERVENTION, "actor", "reward", "reward_source", "next.done", "next.success")
+
+
+def far_contract(spec: RunSpec) -> Contract | None:
+    """What the policy of a run whose robots are far away sees and does.
+
+    It has the features and the rate of the demonstrations, and acts in the range of their actions. None for an
+    algorithm whose learner says that of its windows.
+
+    Raises:
+        DatasetError: the demonstrations cannot be read.
+    """
+    assert spec.data is not None
+    if ALGORITHMS[spec.algo.name].episodes is not None:
+        return None
+    table = load_features(next(iter(spec.data.datasets)), (*spec.data.observation, spec.data.action))
+    return table_contract(table, spec.data, spec.policy.n_obs_steps)
 
 
 class EpisodeReader:

@@ -6,13 +6,9 @@ import logging
 import os
 
 from rlsvc.core.errors import UserError
-from rlsvc.spec.env import EnvBase, RobotEnvSpec
+from rlsvc.spec.env import EnvBase
+from rlsvc.spec.needs import parts_of, robot_resources
 from rlsvc.spec.run import RunSpec
-
-
-def robot_resources(env: EnvBase | None) -> dict[str, float]:
-    """What Ray holds for a worker that steps this environment: all of its robot, so that no other run gets the arm."""
-    return {f"robot:{env.station.id}": 1.0} if isinstance(env, RobotEnvSpec) else {}
 
 
 def ensure_ray(env: EnvBase | None = None) -> None:
@@ -78,12 +74,12 @@ def place_on_gpus(spec: RunSpec, cluster_gpus: float) -> RunSpec:
     learner, evaluation = spec.learner, spec.evaluation
     per_rank = learner.gpus_per_rank
     if per_rank is None:
-        others = 0.25 * ((spec.env is not None) + (spec.online and spec.rollout.inference == "central"))
+        others = 0.25 * (spec.evaluates + (spec.online and spec.rollout.inference == "central"))
         apart = cluster_gpus >= learner.ranks + others
         per_rank = (1.0 if apart else 1.0 - others) if takes_gpu(spec.device, cluster_gpus) else 0.0
     acting = evaluation.gpus
     if acting is None:
-        acting = 0.25 if per_rank and spec.env is not None else 0.0
+        acting = 0.25 if per_rank and spec.evaluates else 0.0
     central = spec.rollout.inference_gpus
     if central is None:
         central = 0.25 if per_rank and spec.online and spec.rollout.inference == "central" else 0.0
@@ -97,33 +93,60 @@ def check_resources(spec: RunSpec) -> None:
     Raises:
         UserError: names the resource, what the run asks for and what there is.
     """
-    import ray
-
-    total = ray.cluster_resources()
-    ranks, evaluation, rollout = spec.learner.ranks, spec.evaluation, spec.rollout
-    per_rank = spec.learner.gpus_per_rank or 0.0
-    asked = {"CPU": [(ranks * spec.learner.cpus_per_rank, f"{ranks} ranks x {spec.learner.cpus_per_rank:g}")]}
-    asked["GPU"] = [(ranks * per_rank, f"{ranks} ranks x {per_rank:g}")]
-    if spec.online and rollout.clients is None:
-        share = rollout.cpus_per_worker
-        asked["CPU"].append((rollout.workers * share, f"{rollout.workers} rollout workers x {share:g}"))
-        if rollout.inference == "central":
-            asked["GPU"].append((rollout.inference_gpus or 0.0, f"central inference {rollout.inference_gpus or 0:g}"))
-    if spec.env:
-        share = evaluation.cpus_per_worker
-        asked["CPU"].append((evaluation.workers * share, f"{evaluation.workers} evaluation workers x {share:g}"))
-        asked["GPU"].append((evaluation.gpus or 0.0, f"evaluation {evaluation.gpus or 0:g}"))
-    for name in robot_resources(spec.env):
-        if name not in total:
+    total = cluster_capacity()
+    for name, parts in parts_of(spec).items():
+        amount = sum(part for part, _ in parts)
+        if amount <= total.get(name, 0) + 1e-9:
+            continue
+        if name.startswith("robot:"):
             raise UserError(
                 f"no node of the Ray cluster has the robot '{name.removeprefix('robot:')}': start Ray on its computer "
                 f"with ray start --address=HEAD:6379 --resources='{{\"{name}\": 1}}'"
             )
-    for name, parts in asked.items():
-        amount = sum(part for part, _ in parts)
-        if amount > total.get(name, 0) + 1e-9:
+        raise UserError(
+            f"the run asks for {amount:g} {name} ({' + '.join(why for _, why in parts)}), the cluster has "
+            f"{total.get(name, 0):g}; lower learner.ranks, learner.cpus_per_rank, learner.gpus_per_rank, "
+            "rollout.workers, rollout.cpus_per_worker or evaluation.workers, or run with --local"
+        )
+
+
+def own_node() -> dict[str, float]:
+    """The resource that only this process's node has: a sliver of it keeps an actor here."""
+    import ray.util
+
+    return {f"node:{ray.util.get_node_ip_address()}": 0.001}
+
+
+def check_own_node(spec: RunSpec) -> None:
+    """Refuse ranks that this process's node does not hold: the files of a run with a URL for a root lie on it.
+
+    Raises:
+        UserError: names the resource.
+    """
+    import ray
+
+    (name,) = own_node()
+    node = next((one["Resources"] for one in ray.nodes() if one["Alive"] and name in one["Resources"]), {})
+    ranks, evaluation = spec.learner.ranks, spec.evaluation.gpus or 0.0
+    asked = {
+        "CPU": ranks * spec.learner.cpus_per_rank,
+        "GPU": ranks * (spec.learner.gpus_per_rank or 0.0) + (evaluation if spec.evaluates else 0.0),
+    }
+    for kind, amount in asked.items():
+        if amount > node.get(kind, 0.0) + 1e-9:
             raise UserError(
-                f"the run asks for {amount:g} {name} ({' + '.join(why for _, why in parts)}), the cluster has "
-                f"{total.get(name, 0):g}; lower learner.ranks, learner.cpus_per_rank, learner.gpus_per_rank, "
-                "rollout.workers, rollout.cpus_per_worker or evaluation.workers, or run with --local"
+                f"root {spec.root}: the learner's ranks work on the driver's own node, where the run's files are "
+                f"before they are uploaded; they ask for {amount:g} {kind}, it has {node.get(kind, 0.0):g}. Put the "
+                "driver on another node (rlsvc submit --cpus, --gpus or --resource), or take a folder that all nodes "
+                "reach as root"
             )
+
+
+def cluster_capacity() -> dict[str, float]:
+    """What the cluster has in all, or what its autoscaler may bring it to where it says so: the larger, by resource."""
+    import ray
+    from ray._private.state import state  # pyright: ignore[reportPrivateUsage] - Ray Train looks there too
+
+    total = ray.cluster_resources()
+    most = state.get_max_resources_from_cluster_config() or {}
+    return {name: max(total.get(name, 0.0), float(most.get(name, 0))) for name in total.keys() | most.keys()}

@@ -22,6 +22,8 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.run import RunSpec
+from rlsvc.store.storage import is_url
+from rlsvc.train.cluster import own_node
 from rlsvc.train.orchestrator import GroupRestarted, Order
 
 if TYPE_CHECKING:
@@ -376,6 +378,7 @@ def _make_trainer(spec: RunSpec, run_dir: Path, config: dict[str, Any]):
     if torch_learns or not on_gpu:
         environment["JAX_PLATFORMS"] = "cpu"
     resources = {"CPU": learner.cpus_per_rank} | ({"GPU": learner.gpus_per_rank} if learner.gpus_per_rank else {})
+    resources |= own_node() if is_url(spec.root) else {}
     return DataParallelTrainer(
         rank_main,
         train_loop_config=config,

@@ -72,12 +72,19 @@ class RayInference:
     """
 
     def __init__(
-        self, batch_sizes: tuple[int, ...], gpus: float = 0.0, sample_steps: int | None = None, group: str | None = None
+        self,
+        batch_sizes: tuple[int, ...],
+        gpus: float = 0.0,
+        sample_steps: int | None = None,
+        group: str | None = None,
+        resources: Mapping[str, float] | None = None,
     ) -> None:
         import ray
 
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
-        self._class = ray.remote(num_cpus=0, num_gpus=gpus, runtime_env={"env_vars": environment})(LocalInference)
+        self._class = ray.remote(
+            num_cpus=0, num_gpus=gpus, resources=dict(resources or {}), runtime_env={"env_vars": environment}
+        )(LocalInference)
         self._make = (batch_sizes, "gpu" if gpus else "cpu", sample_steps, group)
         self._actor: Any = self._class.remote(*self._make)
         self._path = ""
@@ -230,8 +237,9 @@ class CentralRunner:
 
     version = ""
 
-    def __init__(self, actor: Any, contract: Contract) -> None:
-        self._actor, self.contract = actor, contract
+    def __init__(self, actor: Any, contract: Contract, rows: int) -> None:
+        """`rows`: that this worker asks for at once."""
+        self._actor, self.contract, self._rows = actor, contract, rows
 
     def act(
         self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None
@@ -242,7 +250,9 @@ class CentralRunner:
         return ray.get(self._actor.act.remote(dict(observation), seeds, steps, carry), timeout=ANSWER_TIMEOUT_S)
 
     def warm_up(self) -> None:
-        """See `rlsvc.runner.Runner.warm_up`; the actor compiles with its first batch."""
+        """See `rlsvc.runner.Runner.warm_up`; the actor compiles for this worker's rows. Raises as `act`."""
+        zeros = np.zeros(self._rows, np.int64)
+        self.act(self.contract.example_observation(self._rows), zeros, zeros)
 
 
 def make_central(acting: Any, rows: int, wait_s: float, gpus: float) -> Any:

@@ -22,6 +22,7 @@ from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError
 from rlsvc.nn.backend import setup_jax
 from rlsvc.nn.params import flatten_params, leaf_names
+from rlsvc.nn.sharding import ROWS
 from rlsvc.policies import make_judge, make_policy
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.reward_classifier import RewardLearningSpec
@@ -33,7 +34,7 @@ from rlsvc.train.calibration import CALIBRATION, Calibration, calibrate_windows,
 from rlsvc.train.learner_data import EpisodeData, SequenceData, WindowData
 from rlsvc.train.orchestrator import Order
 from rlsvc.train.rollout_worker import ACTING
-from rlsvc.train.sharding import ROWS, gathered, make_mesh, state_shardings
+from rlsvc.train.sharding import gathered, make_mesh, state_shardings
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Learner:
         """
         self.platform = setup_jax(spec.device)
         self.spec, self.run_dir = spec, run_dir
-        mesh = make_mesh(spec.learner)
+        self._mesh = mesh = make_mesh(spec.learner)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         rows = NamedSharding(mesh, PartitionSpec(ROWS)) if jax.device_count() > 1 else None
         shares = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -124,6 +125,10 @@ class Learner:
 
     def execute(self, order: Order) -> dict[str, Any]:
         """Carry out one order and wait for the device; the result is the same on every rank."""
+        with jax.set_mesh(self._mesh):  # products of cut weights look for it: rlsvc/nn/sharding.py
+            return self._execute(order)
+
+    def _execute(self, order: Order) -> dict[str, Any]:
         self.data.absorb(order)
         result: dict[str, Any] = {}
         if order.kind == "update":

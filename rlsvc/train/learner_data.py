@@ -33,6 +33,7 @@ from rlsvc.data.windows import Windows
 from rlsvc.policies import make_prompter
 from rlsvc.spec.algorithms import ALGORITHMS
 from rlsvc.spec.reward_classifier import RewardClassifierSpec, RewardLearningSpec
+from rlsvc.spec.rllib import RLlibPolicySpec
 from rlsvc.spec.run import RunSpec
 from rlsvc.spec.torch_lerobot import LeRobotPolicySpec
 from rlsvc.store import checkpoint
@@ -51,7 +52,7 @@ class WindowData:
         """Read the datasets; `env`: the environment's contract, `put`: lays arrays on all devices."""
         assert spec.data is not None
         policy = spec.policy
-        assert not isinstance(policy, LeRobotPolicySpec), "Torch has its own windows"
+        assert not isinstance(policy, LeRobotPolicySpec | RLlibPolicySpec), "Torch has its own windows"
         self.prompter = make_prompter(policy.model_dump(mode="json"))
         advantage, selection, conditioning = getattr(spec.algo, "advantage", None), None, None
         where = {"root": spec.root, "uri": spec.tracking.mlflow_uri, "device": spec.device}

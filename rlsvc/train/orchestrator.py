@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from rlsvc.core.types import INTERVENTION, Chunk
+from rlsvc.spec.env import RobotEnvSpec
 from rlsvc.spec.phases import COLLECT, EVALUATE
 from rlsvc.spec.run import RunSpec
 from rlsvc.train.phases import PhaseScheduler, Work
@@ -208,13 +209,9 @@ class Orchestrator:
     def _boundary(self) -> int:
         """The next value of the clock at which something is due."""
         intervals = [self.spec.checkpoint.interval, self.spec.log_interval]
-        if self._evaluates and self.spec.evaluation.interval:
+        if self.spec.evaluates and self.spec.evaluation.interval:
             intervals.append(self.spec.evaluation.interval)
         return min((self._scheduler.clock // interval + 1) * interval for interval in intervals)
-
-    @property
-    def _evaluates(self) -> bool:
-        return self.spec.env is not None
 
     def _pass_intervals(self, *, final: bool) -> None:
         """Log, validate, export (which is evaluated), checkpoint, in this order, where the clock passed an interval."""
@@ -226,7 +223,7 @@ class Orchestrator:
 
         if final or passed(self.spec.log_interval):
             self._log()
-        evaluate_now = final or (self._evaluates and passed(self.spec.evaluation.interval))
+        evaluate_now = final or (self.spec.evaluates and passed(self.spec.evaluation.interval))
         checkpoint_now = final or passed(self.spec.checkpoint.interval)
         if evaluate_now or checkpoint_now:
             if self.spec.data is not None and self.spec.data.validation_fraction:
@@ -264,7 +261,9 @@ class Orchestrator:
         acting = self._scheduler.phase.acting
         # Updates of an offline phase before this one have handed out no weights.
         behind = self._scheduler.updates - self._weights_version
-        if acting == "policy" and (self._weights_version < 0 or behind >= self.spec.rollout.weights_interval):
+        # A robot's worker compiles before its first episode, also where that one's actions are drawn.
+        acts = acting == "policy" or isinstance(self.spec.env, RobotEnvSpec)
+        if acts and (self._weights_version < 0 or behind >= self.spec.rollout.weights_interval):
             self._give_weights(self._send(Order("weights", self._scheduler.clock, with_weights=True)))
         if self.spec.rollout.mode == "sync":
             streams = self.spec.rollout.workers * self.spec.rollout.envs_per_worker

@@ -37,13 +37,13 @@ def make_rollouts(spec: RunSpec, contract: Contract | None, journal: Journal, lo
 
     Args:
         spec: of the run, with numbers for GPUs.
-        contract: of the environment; None where robots' computers without Ray collect.
+        contract: of the environment, or of robots' computers without Ray; None where the learner says it.
         journal: of the run; a worker that sent chunks into it before begins with a new incarnation.
         local: without Ray.
         run_dir: of the run.
     """
     if spec.rollout.clients is not None:
-        return LaterRollouts(partial(_open_to_clients, spec, journal, local, run_dir))
+        return LaterRollouts(partial(_open_to_clients, spec, contract, journal, local, run_dir))
     assert contract is not None
     if ALGORITHMS[spec.algo.name].episodes is None:
         return _start(spec, contract, journal, local, run_dir)
@@ -51,11 +51,13 @@ def make_rollouts(spec: RunSpec, contract: Contract | None, journal: Journal, lo
     return LaterRollouts(partial(_start, spec, contract, journal, local, run_dir))
 
 
-def _open_to_clients(spec: RunSpec, journal: Journal, local: bool, run_dir: Path) -> Rollouts:
+def _open_to_clients(
+    spec: RunSpec, contract: Contract | None, journal: Journal, local: bool, run_dir: Path
+) -> Rollouts:
     from rlsvc.train.clients import ClientRollouts
 
     device = spec.device if local else "cpu"
-    return ClientRollouts(spec, make_acting(spec, None, run_dir), journal, run_dir, device)
+    return ClientRollouts(spec, make_acting(spec, contract, run_dir), journal, run_dir, device)
 
 
 def _start(spec: RunSpec, contract: Contract, journal: Journal, local: bool, run_dir: Path) -> Rollouts:
@@ -351,7 +353,7 @@ class RayRollouts:
     def _ask(self, slot: _Slot, num_steps: int, acting: str) -> None:
         if not slot.pending:
             slot.heard = time.monotonic()
-        newer = acting == "policy" and self._inference is None and slot.version != self._version
+        newer = self._version >= 0 and self._inference is None and slot.version != self._version
         slot.pending.append(
             slot.actor.collect.remote(num_steps, acting, self._weights if newer else None, self._version)
         )
@@ -436,7 +438,7 @@ class _RayWorker:
     def __init__(
         self, env: EnvSpec, acting: Acting, worker: int, num_envs: int, seed: int, incarnation: int, inference: Any
     ) -> None:
-        runner = None if inference is None else CentralRunner(inference, acting.contract)
+        runner = None if inference is None else CentralRunner(inference, acting.contract, num_envs)
         self._worker = RolloutWorker(
             env, acting, worker=worker, num_envs=num_envs, seed=seed, incarnation=incarnation, runner=runner
         )

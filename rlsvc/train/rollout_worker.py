@@ -98,7 +98,7 @@ def make_acting(spec: RunSpec, contract: Contract | None, run_dir: Path) -> Acti
 
     Args:
         spec: of the run.
-        contract: the environment's; None where demonstrations say what there is.
+        contract: the environment's, or that of robots far away; None where the learner says it of its windows.
         run_dir: where the learner says what it made of demonstrations, if it learns from windows of them.
     """
     if ALGORITHMS[spec.algo.name].episodes is not None:
@@ -196,6 +196,8 @@ class RolloutWorker:
         if weights is not None and version != self._version:
             self.set_weights(weights, version)
         if self._observation is None:
+            if self._runner is not None and max(version, self._version) >= 0:
+                self._runner.warm_up()  # not in an episode, in whose middle a robot would miss its commands
             self._begin()
         n, columns = self._env.num_envs, self._allocate(num_steps)
         keep = np.ones((num_steps, n), bool)

@@ -16,28 +16,31 @@ from pathlib import Path
 from typing import Any
 
 from rlsvc.core.contract import Contract
-from rlsvc.core.errors import BusyError, SpecError, UserError
+from rlsvc.core.errors import UserError
 from rlsvc.data.journal import Journal
 from rlsvc.envs.make import make_env
-from rlsvc.spec.compose import compose, to_yaml
+from rlsvc.spec.compose import to_yaml
+from rlsvc.spec.rllib import RLlibSpec
 from rlsvc.spec.run import RunSpec
-from rlsvc.spec.torch_lerobot import LeRobotPolicySpec
 from rlsvc.store import checkpoint
+from rlsvc.store.mlflow_store import on_storage, store_uri
 from rlsvc.store.registry import register
+from rlsvc.store.run_store import RunStore, work_root
+from rlsvc.store.runs import SCORES, best_step
+from rlsvc.store.storage import is_url
 from rlsvc.store.tracking import RunTracker, Status, make_tracker
-from rlsvc.train.cluster import check_resources, cluster_gpus, ensure_ray, place_on_gpus
+from rlsvc.train.cluster import check_own_node, check_resources, cluster_gpus, ensure_ray, own_node, place_on_gpus
 from rlsvc.train.evaluate import Evaluation, batch_sizes, evaluate, write_video
 from rlsvc.train.group import LocalGroup, RayGroup
 from rlsvc.train.inference import LocalInference, RayInference
 from rlsvc.train.orchestrator import LearnerGroup, Orchestrator, Order
 from rlsvc.train.plots import write_learning_curve
 from rlsvc.train.rollout import make_rollouts
+from rlsvc.train.run_checks import check_folder, check_rllib, check_robot, check_store, check_torch
 from rlsvc.train.workers import Workers, make_workers
 
 log = logging.getLogger(__name__)
 OnMetrics = Callable[[int, dict[str, float]], None]
-MUST_AGREE = ("policy", "algo", "data", "robot", "env", "replay", "seed", "precision")
-"""Parts of the specification that a resumed run may not change."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,19 @@ class RunResult:
 
 
 def run_dir(spec: RunSpec) -> Path:
-    """`<root>/<project>/<name>`."""
-    return Path(spec.root) / spec.project / spec.name
+    """`<root>/<project>/<name>`; for a root that is a URL, the folder on this machine in which the run is worked on."""
+    root = work_root(spec.root) if is_url(spec.root) else Path(spec.root)
+    return root / spec.project / spec.name
+
+
+def has_begun(spec: RunSpec) -> bool:
+    """Whether there is a run in its folder, or on its storage."""
+    store = _store_of(spec)
+    return (run_dir(spec) / "spec.yaml").exists() or (store is not None and store.manifest() is not None)
+
+
+def _store_of(spec: RunSpec) -> RunStore | None:
+    return RunStore(spec.root, spec.project, spec.name) if is_url(spec.root) else None
 
 
 def train(
@@ -91,14 +105,22 @@ def train(
     Raises:
         UserError: anything in the specification, data or machine that does not fit; nothing already saved is lost.
     """
-    _check_folder(spec)
-    _check_torch(spec, profile)
+    store = _store_of(spec)
+    check_store(spec, store)
+    check_folder(spec, run_dir(spec))
+    check_torch(spec, profile)
+    check_rllib(spec, profile, local)
+    check_robot(spec, local)
     contract = _env_contract(spec)
     placed = spec
     if not local:
         ensure_ray(spec.env)
         placed = place_on_gpus(spec, cluster_gpus())
         check_resources(placed)
+        if store is not None:
+            check_own_node(placed)
+    if store is not None and spec.overwrite:
+        store.delete()
     folder = _prepare_folder(spec)
     spec = placed
     stop = stop or threading.Event()
@@ -108,21 +130,28 @@ def train(
             stack.enter_context(_begun(folder))
         tracker = make_tracker(spec, folder, resume=spec.resume)
         stack.callback(lambda: tracker.close(status))
-        group: LearnerGroup = (LocalGroup if local else RayGroup)(spec, folder, contract)
-        stack.callback(group.close)
-        run = _Run(spec, folder, tracker, on_metrics, local)
+        run = _Run(spec, folder, tracker, on_metrics, local, store)
         stack.callback(run.close)
-        journal = rollouts = None
-        if spec.online:
-            journal = stack.enter_context(Journal(folder / "journal"))
-            rollouts = make_rollouts(spec, contract, journal, local, folder)
-            stack.callback(rollouts.close)
-        tracker.log_params(spec)
-        with _interrupts(stop), _profiler(profile):
-            step = Orchestrator(
-                spec, group, run, stop, rollouts=rollouts, journal=journal,
-                read_meta=partial(checkpoint.load_meta, folder / "checkpoints"),
-            ).run()  # fmt: skip
+        if isinstance(spec.algo, RLlibSpec):
+            from rlsvc.train.rllib import run_rllib
+
+            tracker.log_params(spec)
+            with _interrupts(stop):
+                step = run_rllib(spec, folder, contract, run, stop)
+        else:
+            group: LearnerGroup = (LocalGroup if local else RayGroup)(spec, folder, contract)
+            stack.callback(group.close)
+            journal = rollouts = None
+            if spec.online:
+                journal = stack.enter_context(Journal(folder / "journal"))
+                rollouts = make_rollouts(spec, contract, journal, local, folder)
+                stack.callback(rollouts.close)
+            tracker.log_params(spec)
+            with _interrupts(stop), _profiler(profile):
+                step = Orchestrator(
+                    spec, group, run, stop, rollouts=rollouts, journal=journal,
+                    read_meta=partial(checkpoint.load_meta, folder / "checkpoints"),
+                ).run()  # fmt: skip
         result = run.finish(step, interrupted=stop.is_set())
         status = "finished"
     return result
@@ -132,13 +161,20 @@ class _Run:
     """Listens to the orchestrator: logs, evaluates exported bundles, keeps the best, prunes the rest."""
 
     def __init__(
-        self, spec: RunSpec, folder: Path, tracker: RunTracker, on_metrics: OnMetrics | None, local: bool
+        self,
+        spec: RunSpec,
+        folder: Path,
+        tracker: RunTracker,
+        on_metrics: OnMetrics | None,
+        local: bool,
+        store: RunStore | None = None,
     ) -> None:
         self.spec, self.folder, self.tracker, self._tell, self.local = spec, folder, tracker, on_metrics, local
-        self.evaluator = Evaluator(spec, local) if spec.env else None
+        self.store = store
+        self.evaluator = Evaluator(spec, local) if spec.evaluates else None
         self.metrics: dict[str, float] = {}
         self.last_evaluation: Evaluation | None = None
-        self._scores_file = folder / "evaluations.json"
+        self._scores_file = folder / SCORES
         found = json.loads(self._scores_file.read_text()) if self._scores_file.exists() else {}
         self.scores: dict[int, float] = {int(step): score for step, score in found.items()}
 
@@ -152,13 +188,15 @@ class _Run:
             self._exported(order.step, Path(result["bundle"]))
         elif order.kind == "checkpoint":
             self._prune()
+            if self.store is not None:
+                self.store.commit(order.step)
             if self._tell is not None:
                 self._tell(order.step, {"progress/checkpoint": float(order.step)})
 
     def _exported(self, step: int, bundle: Path) -> None:
         if self.evaluator is None:
             return
-        final = step == self.spec.length
+        final = step >= self.spec.length
         self.last_evaluation = self.evaluator.run(bundle, final=final)
         metrics = self.last_evaluation.metrics()
         self.scores[step] = metrics[self.spec.evaluation.metric]
@@ -178,12 +216,7 @@ class _Run:
 
     def best_step(self) -> int | None:
         """Step of the best bundle that is still there, the later of equals; without evaluation the last one's."""
-        bundles = self.folder / "bundles"
-        there = sorted(int(b.name) for b in bundles.iterdir() if b.name.isdigit()) if bundles.is_dir() else []
-        scored = [step for step in there if step in self.scores]
-        if scored:
-            return max(scored, key=lambda step: (self.scores[step], step))
-        return there[-1] if there else None
+        return best_step(self.folder / "bundles", self.scores)
 
     def _prune(self) -> None:
         best = self.best_step()
@@ -204,7 +237,7 @@ class _Run:
             self.folder / "plots" / "learning_curve.png",
             self.spec.name,
             returns=self.spec.evaluation.metric == "return",
-            online=self.spec.online,
+            online=self.spec.collects,
         )
         videos: dict[str, Path] = {}
         if self.spec.env and self.last_evaluation and self.spec.evaluation.videos and not interrupted:
@@ -215,9 +248,12 @@ class _Run:
         for path in [plot, *videos.values()]:
             if path is not None:
                 self.tracker.artifact(path)
+        if self.store is not None:
+            self.store.commit(step)
         registered = None
         tracking = self.spec.tracking
-        if bundle is not None and not interrupted and tracking.register_bundle and "mlflow" in tracking.trackers:
+        kept = "mlflow" in tracking.trackers or on_storage(store_uri(self.spec.root, tracking.mlflow_uri))
+        if bundle is not None and not interrupted and tracking.register_bundle and kept:
             name = tracking.register_as or f"{self.spec.project}-{self.spec.name}"
             version = register(bundle, name, self.tracker.run_id, tracking.mlflow_uri, root=self.spec.root)
             registered = f"models:/{name}/{version}"
@@ -239,7 +275,12 @@ class Evaluator:
         self.inference = (
             LocalInference(sizes, spec.device, group=spec.evaluation.group)
             if local
-            else RayInference(sizes, spec.evaluation.gpus or 0.0, group=spec.evaluation.group)
+            else RayInference(
+                sizes,
+                spec.evaluation.gpus or 0.0,
+                group=spec.evaluation.group,
+                resources=own_node() if is_url(spec.root) else None,
+            )
         )
 
     def run(self, bundle: Path, final: bool) -> Evaluation:
@@ -271,6 +312,10 @@ class Evaluator:
 
 
 def _env_contract(spec: RunSpec) -> Contract | None:
+    if spec.rollout.clients is not None:
+        from rlsvc.train.clients import far_contract
+
+        return far_contract(spec)
     if spec.env is None:
         return None
     env = make_env(spec.env)
@@ -278,36 +323,6 @@ def _env_contract(spec: RunSpec) -> Contract | None:
         return env.contract(spec.policy.n_obs_steps, spec.policy.n_action_steps)
     finally:
         env.close()
-
-
-def _check_torch(spec: RunSpec, profile: Path | None) -> None:
-    """Refuse what LeRobot would, before anything starts."""
-    if not isinstance(spec.policy, LeRobotPolicySpec):
-        return
-    if profile is not None:
-        raise UserError(f"--profile: traces JAX, but algo {spec.algo.name} learns in Torch; leave it out")
-    try:
-        from rlsvc.backends.torch_lerobot import make_config
-    except ImportError as error:
-        raise UserError(
-            f"algo {spec.algo.name} needs {error.name}, which is not installed: pip install 'rlsvc[torch]'"
-        ) from error
-    make_config(spec.policy, None)
-
-
-def _check_folder(spec: RunSpec) -> None:
-    """Refuse a folder that another run has."""
-    folder = run_dir(spec)
-    stored = folder / "spec.yaml"
-    if stored.exists() and not (spec.overwrite or spec.resume):
-        raise BusyError(
-            f"{folder} holds a run already. Go on with it (--resume), delete it first (--overwrite), "
-            "or choose another name=..."
-        )
-    if stored.exists() and not spec.overwrite:
-        _check_resumable(spec, compose([str(stored)]), stored)
-    elif spec.resume and not stored.exists():
-        raise UserError(f"--resume: there is no run in {folder}; start it without --resume")
 
 
 def _prepare_folder(spec: RunSpec) -> Path:
@@ -339,22 +354,6 @@ def _begun(folder: Path) -> Iterator[None]:
         if not any((folder / "checkpoints").glob("*")) and not any((folder / "journal").glob("*.journal")):
             (folder / "spec.yaml").unlink(missing_ok=True)
         raise
-
-
-def _check_resumable(spec: RunSpec, old: RunSpec, stored: Path) -> None:
-    for name in MUST_AGREE:
-        if getattr(spec, name) != getattr(old, name):
-            raise SpecError(
-                f"--resume: '{name}' differs from the run's own {stored}: "
-                f"got {getattr(spec, name)}, the run has {getattr(old, name)}. "
-                "Resume with the run's values, or start a new run under another name."
-            )
-    now, then = (one.rollout.workers * one.rollout.envs_per_worker for one in (spec, old))
-    if spec.online and now != then:
-        raise SpecError(
-            f"--resume: rollout.workers x rollout.envs_per_worker is {now}, the run has {then} ({stored}); its replay "
-            "has a stream for each of these environments. Spread the same number over the workers, or start a new run."
-        )
 
 
 @contextlib.contextmanager

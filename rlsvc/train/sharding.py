@@ -1,10 +1,10 @@
 """How weights and optimizer state lie on the devices of a learner group: one table of rules.
 
 The mesh has three axes: `data` and `fsdp` share the rows of a batch, `fsdp` also cuts weights (each device holds a
-part and gathers the rest when it is needed: ZeRO-3, arXiv:1910.02054), `tensor` cuts products (arXiv:1909.08053).
-A weight of no rule is whole on every device.
+part and gathers the rest when it is needed: ZeRO-3, arXiv:1910.02054; rlsvc/nn/sharding.py), `tensor` cuts products
+(arXiv:1909.08053). A weight of no rule is whole on every device.
 
-Letters in the rules' comments: D layers, W width, M hidden width, V vocabulary.
+Letters in the rules' comments: D layers, W width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlsvc.core.errors import UserError
 from rlsvc.nn.params import leaf_names
+from rlsvc.nn.sharding import MATRICES
 from rlsvc.spec.learner import LearnerSpec
-
-ROWS = ("data", "fsdp")
-"""Axes over which the rows of a batch are spread."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"embedding", (None, "fsdp")),  # [V, W]
-    (r"(backbone|expert|vision)\.layers\.(qkv|gate_up|up)", (None, "fsdp", "tensor")),  # [D, W, M]
-    (r"(backbone|expert|vision)\.layers\.(out|down)", (None, "tensor", "fsdp")),  # [D, M, W]
-    (r"(backbone|expert)\.layers\.\w+_norm_kernel", (None, "fsdp", None)),  # [D, W, 3 W]
-    (r"vision\.(head|patches)", (None, "fsdp")),
+    *((rf"(backbone|expert|vision)\.layers\.{name}", (None, *axes)) for name, axes in MATRICES.items()),  # [D, ...]
+    *((rf"vision\.{name}", MATRICES[name]) for name in ("head", "patches")),
 )
 """The end of a weight's name (moments and averages have the same), and the mesh axis of each of its own axes."""
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rlsvc.backends.torch_device import choose_device
 from rlsvc.backends.torch_imitation import TorchImitation
 from rlsvc.backends.torch_lerobot import (
     WEIGHTS,
@@ -27,7 +28,6 @@ from rlsvc.backends.torch_lerobot import (
 )
 from rlsvc.backends.torch_noise import seed_of
 from rlsvc.backends.torch_processors import lerobot_stats, make_processors, with_modes
-from rlsvc.backends.torch_runner import choose_device
 from rlsvc.backends.torch_windows import TextIds, TorchWindows
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import UserError

@@ -193,18 +193,27 @@ class Processes:
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """See Workers."""
-        for (_, pipe), argument in zip(self._workers, arguments, strict=True):
-            pipe.send((method, argument))
+        lost = []
+        for i, ((_, pipe), argument) in enumerate(zip(self._workers, arguments, strict=True)):
+            try:
+                pipe.send((method, argument))
+            except OSError:
+                lost.append(i)
         out = []
-        for i, (process, pipe) in enumerate(self._workers):
+        for i, (_, pipe) in enumerate(self._workers):  # of each, so that no answer waits for the next call
+            if i in lost:
+                continue
             try:
                 if not pipe.poll(answer_timeout_s(self._make[0])):
                     raise EOFError
                 out.append(pipe.recv())
-            except (EOFError, ConnectionError) as error:
-                process.kill()
-                self._workers[i] = self._start()
-                raise WorkerLost(f"rollout process {i} died or hung") from error
+            except (EOFError, OSError):
+                lost.append(i)
+        for i in lost:
+            self._workers[i][0].kill()
+            self._workers[i] = self._start()
+        if lost:
+            raise WorkerLost(", ".join(f"rollout process {i} died or hung" for i in sorted(lost)))
         return out
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlsvc.core.errors import SpecError
+from rlsvc.spec.rllib import RLlibSpec, remote_learners
 from rlsvc.spec.run import RunSpec
 from rlsvc.spec.sweep import SweepSpec
 
@@ -44,6 +45,8 @@ class Needs:
 
 def in_one_process(run: RunSpec) -> bool:
     """Whether a trial's process does all of the run by itself."""
+    if isinstance(run.algo, RLlibSpec):
+        return False
     workers = run.online and (
         run.rollout.workers > 1 or run.rollout.mode == "async" or run.rollout.inference != "local"
     )
@@ -60,14 +63,21 @@ def needs_of(spec: SweepSpec, run: RunSpec, gpus: float) -> Needs:
     placed = place_on_gpus(run, gpus)
     robot = robot_resources(run.env)
     own: list[Bundle] = [dict(HEAD)]
-    if run.online and run.rollout.clients is None:
+    rank = {"CPU": run.learner.cpus_per_rank, "GPU": placed.learner.gpus_per_rank or 0.0}
+    ranks = [rank] * run.learner.ranks
+    if isinstance(run.algo, RLlibSpec):
+        # RLlib's learners are placed in the trial's own group; one without a GPU is the trial's process.
+        inside, ranks = remote_learners(placed.learner), []
+        own = [dict(HEAD) if inside else {"CPU": run.learner.cpus_per_rank}]
+    if run.collects and run.rollout.clients is None:
         own += [{"CPU": run.rollout.cpus_per_worker, **robot}] * run.rollout.workers
         own += [{"GPU": placed.rollout.inference_gpus or 0.0}] if run.rollout.inference == "central" else []
-    if run.env is not None:
+    if run.evaluates:
         own += [{"CPU": run.evaluation.cpus_per_worker, **robot}] * run.evaluation.workers
         own += [{"GPU": placed.evaluation.gpus or 0.0}]
-    rank = {"CPU": run.learner.cpus_per_rank, "GPU": placed.learner.gpus_per_rank or 0.0}
-    return Needs([_held(bundle) for bundle in own if any(bundle.values())], [_held(rank)] * run.learner.ranks)
+    if isinstance(run.algo, RLlibSpec):
+        own += [rank] * remote_learners(placed.learner)
+    return Needs([_held(bundle) for bundle in own if any(bundle.values())], [_held(bundle) for bundle in ranks])
 
 
 def fit(needs: Needs, nodes: Sequence[Bundle], at_most: int) -> int:

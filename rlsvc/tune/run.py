@@ -37,8 +37,10 @@ from ray import tune
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from rlsvc.core.errors import BusyError, SpecError
+from rlsvc.spec.rllib import RLlibSpec
 from rlsvc.spec.run import RunSpec
 from rlsvc.spec.sweep import PAUSING, POPULATION, SweepSpec, check_space, complete, set_keys, tried
+from rlsvc.store.storage import is_url
 from rlsvc.tune.report import Report, write_report
 from rlsvc.tune.resources import Needs, check_fit, fit, needs_of
 from rlsvc.tune.schedule import Meter, StopRules, make_scheduler
@@ -85,6 +87,9 @@ def run_sweep(
         NotFoundError: there is no sweep to resume.
     """
     check_space(spec, base)
+    if is_url(base.root):
+        raise SpecError(f"root: got {base.root}; a sweep's root is a folder that all of its nodes reach, no URL yet")
+    _check_rllib(spec, base)
     folder = sweep_folder(base.root, spec.name)
     _prepare(folder, spec, base, resume)
     with _locked(folder):
@@ -101,6 +106,21 @@ def run_sweep(
         meter.save()
         report = write_report(folder, spec, base, load_trials(folder, spec.metric), ended=meter.ended)
         return finish_sweep_run(report, spec, base, parent)
+
+
+def has_begun(spec: SweepSpec, base: RunSpec) -> bool:
+    """Whether there is a sweep of this name."""
+    return (sweep_folder(base.root, spec.name) / STORED).exists()
+
+
+def _check_rllib(spec: SweepSpec, base: RunSpec) -> None:
+    """Refuse, before the first trial, keys and values that RLlib itself would (rlsvc/backends/rllib_config.py)."""
+    if not isinstance(base.algo, RLlibSpec):
+        return
+    from rlsvc.backends.rllib import check_rllib
+
+    for values in tried(spec):
+        check_rllib(set_keys(base, complete(spec, base, values)))
 
 
 def _prepare(folder: Path, spec: SweepSpec, base: RunSpec, resume: bool) -> None:

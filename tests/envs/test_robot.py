@@ -21,6 +21,8 @@ from rlsvc.envs.vector import VectorEnv
 from rlsvc.robots import drivers
 from rlsvc.robots.console.app import address_file
 from rlsvc.spec.env import RobotEnvSpec
+from rlsvc.spec.run import RunSpec
+from rlsvc.train.run import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +87,27 @@ def test_an_episode_is_cut_after_its_steps(env):
     env.reset()
     ends = [env.step(np.zeros(2))[2:4] for _ in range(5)]
     assert ends == [(False, False)] * 4 + [(False, True)]
+
+
+@pytest.mark.parametrize("ending", ["its steps", "a person"])
+def test_between_two_episodes_no_command_is_missed(arm, ending):
+    """A learner may take its time there; in the middle of an episode the watchdog stops the robot."""
+    short = spec(start="auto")
+    hurried = {**GUARD, "expiry_s": 0.5}
+    env = make_env(short.replace(station=short.station.replace(guard=short.station.guard.replace(**hurried))))
+    try:
+        env.reset()
+        if ending == "a person":
+            env.operator.mark("Ada", "success")
+        while not any(env.step(np.zeros(2))[2:4]):
+            pass
+        time.sleep(1.0)
+        assert env.station.robot.stopped is None
+        env.reset()
+        time.sleep(1.0)
+        assert env.station.robot.stopped is not None
+    finally:
+        env.close()
 
 
 @pytest.mark.parametrize(("ending", "reward"), [("success", 1.0), ("failure", 0.0)])
@@ -180,21 +203,32 @@ RUN = {
     "policy": {"name": "tdmpc2", "size": "1M", "episode_length": 40},
     "algo": {"name": "tdmpc2", "batch_size": 16},
     "phases": [{"name": "all", "type": "online", "hooks": {"collect": 1, "update": 1}, "duration_steps": 10}],
-    "rollout": {"timeout_s": 30}, "evaluation": {"interval": None},
+    "rollout": {"timeout_s": 30, "mode": "async"}, "evaluation": {"interval": None},
 }  # fmt: skip
 
 
 def test_a_run_on_a_robot_has_one_worker_no_evaluation_beside_it_and_time_for_a_person():
-    from rlsvc.spec.run import RunSpec
-
     env = spec().model_dump()
     RunSpec.model_validate({**RUN, "env": env})
     with pytest.raises(ValueError, match=r"got 2 environments, robot 'env-\d+' is one"):
-        RunSpec.model_validate({**RUN, "env": env, "rollout": {"timeout_s": 30, "workers": 2}})
+        RunSpec.model_validate({**RUN, "env": env, "rollout": {**RUN["rollout"], "workers": 2}})
     with pytest.raises(ValueError, match=r"evaluation\.interval: got 100"):
         RunSpec.model_validate({**RUN, "env": env, "evaluation": {"interval": 100}})
     with pytest.raises(ValueError, match=r"rollout\.timeout_s: got 15"):
-        RunSpec.model_validate({**RUN, "env": env, "rollout": {"timeout_s": 15}})
+        RunSpec.model_validate({**RUN, "env": env, "rollout": {**RUN["rollout"], "timeout_s": 15}})
+    with pytest.raises(ValueError, match=r"rollout\.mode: got sync, expected async: robot 'env-\d+' does not wait"):
+        RunSpec.model_validate({**RUN, "env": env, "rollout": {"timeout_s": 30}})
+    (phase,) = RUN["phases"]
+    tried = {**phase, "hooks": {"collect": 5, "evaluate": 1}}
+    with pytest.raises(ValueError, match=r"phase 'all': hook evaluate, but robot 'env-\d+' collects"):
+        RunSpec.model_validate({**RUN, "env": env, "phases": [tried]})
+
+
+def test_a_robot_does_not_wait_for_a_learner_in_its_process(arm, tmp_path):
+    run = RunSpec.model_validate({**RUN, "env": spec(), "root": str(tmp_path), "tracking": {"trackers": []}})
+    with pytest.raises(UserError, match=r"--local: robot 'env-\d+' does not wait while the learner updates"):
+        train(run, local=True)
+    assert not arm.connects
 
 
 def test_a_worker_of_a_robot_takes_its_resource():

@@ -5,12 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import ContractError, NotFoundError
+from rlsvc.nn.vision import SMALLEST, ImageEncoder
 from rlsvc.policies import ActOptions, diffusion, make_policy
 from rlsvc.policies.diffusion import DiffusionPolicy, diffusion_loss, masked_mse, sample, squared_cosine_alpha_bar
-from rlsvc.spec.diffusion import DiffusionSpec
+from rlsvc.spec.diffusion import DiffusionSpec, VisionSpec
 
 TINY = {
     "n_obs_steps": 2,
@@ -234,15 +236,25 @@ def test_weights_are_float32_by_unique_names_and_the_loss_is_finite(backbone):
 
 
 @pytest.mark.parametrize(
-    ("features", "message"),
+    ("features", "crop", "message"),
     [
-        ({"task": Feature((), "str")}, "'task' is a text, which the diffusion policy does not read"),
-        ({"image": Feature((64, 96, 3), "uint8")}, r"'image' is 64x96, smaller than policy\.vision\.crop = \[84, 84\]"),
+        ({"task": Feature((), "str")}, None, "'task' is a text, which the diffusion policy does not read"),
+        ({"image": Feature((64, 96, 3), "uint8")}, [84, 84], r"'image' is 64x96, smaller than .*crop = \[84, 84\]"),
+        ({"image": Feature((96, 96, 3), "uint8")}, [32, 40], r"'image': the encoder gets 32x40 pixels, .*expected 33"),
+        ({"image": Feature((32, 96, 3), "uint8")}, None, r"'image': the encoder gets 32x96 pixels, .*expected 33"),
     ],
 )
-def test_what_the_policy_cannot_see_is_refused_by_key(features, message):
+def test_what_the_policy_cannot_see_is_refused_by_key(features, crop, message):
     with pytest.raises(ContractError, match=message):
-        DiffusionPolicy(spec(), contract(**features))
+        DiffusionPolicy(spec(vision={"crop": crop}), contract(**features))
+
+
+def test_the_smallest_image_that_is_taken_has_features_that_depend_on_it():
+    encoder = ImageEncoder(3, VisionSpec(crop=None, width=8, keypoints=2), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    images = jax.random.uniform(jax.random.key(1), (2, SMALLEST, SMALLEST, 3), minval=-1)
+    assert float(jnp.abs(jnp.diff(encoder(images), axis=0)).min()) > 1e-5
+    smaller = encoder(images[:, : SMALLEST - 1, : SMALLEST - 1])
+    np.testing.assert_array_equal(*smaller)
 
 
 def test_step_counts_that_differ_from_the_contracts_are_refused():
@@ -259,19 +271,19 @@ def test_the_table_of_policies_names_the_nearest():
 
 
 def test_images_are_augmented_in_training_alone():
-    image = Feature((24, 24, 3), "uint8")
+    image = Feature((48, 48, 3), "uint8")
     made = DiffusionPolicy(
-        spec(vision={"crop": [16, 16], "width": 8, "keypoints": 2, "brightness": 0.5}),
+        spec(vision={"crop": [40, 40], "width": 8, "keypoints": 2, "brightness": 0.5}),
         contract(**{"observation.image": image}),
     )
     seen = SimpleNamespace(keys=[])
 
     def augment(image, spec, key):
         seen.keys.append(key is not None)
-        return image[:, :, :16, :16]
+        return image[:, :, :40, :40]
 
     params = jax.eval_shape(made.init, jax.random.key(0))
-    observation = {"observation.state": jnp.ones((1, 2, 3)), "observation.image": jnp.zeros((1, 2, 24, 24, 3))}
+    observation = {"observation.state": jnp.ones((1, 2, 3)), "observation.image": jnp.zeros((1, 2, 48, 48, 3))}
     batch = {"observation": observation, "action": jnp.zeros((1, 4, 2)), "mask": jnp.ones((1, 4), bool)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diffusion, "augment_window", augment)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from moto_s3 import s3, s3_server  # noqa: F401 - fixtures
 
 from rlsvc.spec.compose import compose
 from rlsvc.spec.run import RunSpec

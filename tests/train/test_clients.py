@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from fake_arm import GUARD, FakeArm
@@ -20,6 +21,7 @@ from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import NotFoundError, SpecError, UserError
 from rlsvc.data.episodes import EpisodeAssembler
 from rlsvc.data.journal import Journal
+from rlsvc.data.load import load_table
 from rlsvc.data.normalize import Normalizer
 from rlsvc.data.recorder import Recorder
 from rlsvc.serve.haproxy import free_ports
@@ -28,7 +30,9 @@ from rlsvc.spec.collect import CollectSpec
 from rlsvc.spec.compose import compose
 from rlsvc.spec.run import RunSpec
 from rlsvc.store.bundle import write_bundle
-from rlsvc.train.clients import CLIENTS, ClientRollouts, EpisodeReader
+from rlsvc.train.clients import CLIENTS, ClientRollouts, EpisodeReader, far_contract
+from rlsvc.train.learner_data import SequenceData
+from rlsvc.train.rollout_worker import ACTING, make_acting
 from rlsvc.train.run import train
 
 STEPS = 12
@@ -43,12 +47,20 @@ STATE = Feature((2,), "float32", "rad", JOINTS)
 
 
 def record(
-    folder: Path, episodes: int, *, names=JOINTS, unit="rad", fps: int = 30, outcome="success", people=slice(0, 0)
+    folder: Path,
+    episodes: int,
+    *,
+    names=JOINTS,
+    unit="rad",
+    fps: int = 30,
+    outcome="success",
+    people=slice(0, 0),
+    seed: int = 0,
 ) -> Path:
     """A dataset as rlsvc collect records one; weights of version 3 act, but where people do."""
     width = len(names)
     feature = Feature((width,), "float32", unit, names)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     with Recorder(folder, {"observation.state": feature}, feature, fps, "fake") as recorder:
         for _ in range(episodes):
             acts = np.zeros(STEPS, bool)
@@ -101,8 +113,6 @@ def key_file(tmp_path) -> Path:
 
 def acting_of(folder: Path, demonstrations: Path):
     """What a rollout needs of the run, without its learner."""
-    from rlsvc.train.rollout_worker import ACTING, make_acting
-
     contract = Contract({"observation.state": STATE}, STATE, 30.0, 1, 2)
     write_bundle(
         folder / ACTING, policy={**DIFFUSION, "n_obs_steps": 1}, contract=contract,
@@ -175,14 +185,26 @@ def listens(port: int) -> bool:
     return True
 
 
+HIL_SERL = {
+    "policy": {"name": "gaussian", "hidden_dims": [8]},
+    "algo": {"name": "sac", "batch_size": 8, "critic_dims": [8]},
+    "replay": {"capacity": 500},
+}
+"""Learns from steps, half of them from demonstrations."""
+
+
+@pytest.mark.parametrize("algorithm", ["hiors", "sac"])
 def test_an_arm_far_away_is_driven_and_learned_from_and_loses_nothing_with_the_network(
-    tmp_path, demonstrations, key_file, monkeypatch
+    tmp_path, demonstrations, key_file, monkeypatch, algorithm
 ):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1] / "robots"), *os.sys.path]))
     arm = FakeArm(tmp_path / "log")
     monkeypatch.setitem(__import__("rlsvc.robots.drivers", fromlist=["DRIVERS"]).DRIVERS, "dobot", lambda spec: arm)
     (port,) = free_ports(1)
     spec, stop, done = run_spec(tmp_path, port), threading.Event(), []
+    if algorithm == "sac":
+        rewarded = spec.data.replace(reward="reward", terminated="next.done")
+        spec = run_spec(tmp_path, port, **HIL_SERL, data=rewarded)
     learner = threading.Thread(target=lambda: done.append(train(spec, local=True, stop=stop)), daemon=True)
     learner.start()
     wait_for(lambda: listens(port))
@@ -315,9 +337,40 @@ def test_a_run_that_far_robots_cannot_serve_is_refused(tmp_path, demonstrations,
         run_spec(tmp_path, 8100, **changes)
 
 
-def test_an_algorithm_that_learns_from_steps_is_refused():
-    with pytest.raises(SpecError, match="tdmpc2 learns from steps, but whole episodes are sent; take hiors"):
-        compose(["experiment=tdmpc2_pendulum", "rollout.mode=async", "+rollout.clients.port=8100"])
+def test_an_algorithm_for_which_they_cannot_collect_is_refused_and_one_without_demonstrations():
+    far = ["rollout.mode=async", "+rollout.clients.port=8100"]
+    with pytest.raises(SpecError, match=r"do not collect for tdmpc2: they send whole episodes .*; take hiors or sac"):
+        compose(["experiment=tdmpc2_pendulum", *far])
+    with pytest.raises(SpecError, match=r"rollout\.clients: robots' episodes have the features of the demonstrations"):
+        compose(["experiment=sac_pendulum", *far])
+
+
+def test_steps_of_far_robots_lie_in_the_replay_as_they_were_recorded(tmp_path, demonstrations):
+    """Those of a person are there as demonstrations too; an episode that was cut is no end of the task."""
+    data = run_spec(tmp_path, 8100).data.replace(reward="reward", terminated="next.done")
+    spec = run_spec(tmp_path, 8100, **HIL_SERL, data=data, rollout={"mode": "async", "clients": {}})
+    contract = far_contract(spec)
+    assert contract.action.names == JOINTS
+    recorded = load_table(spec.data.datasets[0], ["action"]).columns["action"]
+    np.testing.assert_allclose(contract.action.low, recorded.min(axis=0))
+    folder = tmp_path / "run"
+    for number, (outcome, people) in enumerate([("success", slice(4, 7)), ("cut", slice(0, 0))]):
+        record(folder / CLIENTS / "left_arm" / ("ab" * 16) / str(number), 1, outcome=outcome, people=people, seed=1)
+    with Journal(folder / "journal") as journal:
+        rollouts = ClientRollouts(spec, make_acting(spec, contract, folder), journal, folder, "cpu")
+        chunks = [one.chunk for one in rollouts.poll(0.0)]
+    learner = SequenceData(spec, contract, lambda x: x, folder, 1)
+    for chunk in chunks:
+        learner._add(chunk)
+    # The final observation of a cut episode is its last; that of the other stands beside its last step.
+    assert [chunk.num_steps for chunk in chunks] == [STEPS, STEPS - 1]
+    batch = learner.source({"replay": 1.0}).sample(jax.random.key(0), 2000, 1)
+    assert set(np.unique(batch["reward"])) == {0.0, 1.0}
+    assert batch["terminated"][batch["reward"] == 1].all()
+    assert not batch["terminated"][batch["reward"] == 0].any()
+    mixed = learner.source({"replay": 0.5, "demonstrations": 0.5}).sample(jax.random.key(0), 2000, 1)
+    shown = np.unique(np.asarray(mixed["action"])[mixed["buffer"] == 1].reshape(-1, 2), axis=0)
+    assert len(shown) == 3 * STEPS + 3
 
 
 def test_a_key_file_that_others_may_read_or_that_holds_none_is_refused(tmp_path):

@@ -24,7 +24,7 @@ from rlsvc.train.reward import ClassifierReward, RewardRunner
 from rlsvc.train.rollout_worker import Acting, RolloutWorker
 from rlsvc.train.run import train
 
-GOALS = GymnasiumSpec(id="rlsvc/TwoGoals-v0", import_module="rlsvc.envs.two_goals", kwargs={"size": 24}, max_steps=12)
+GOALS = GymnasiumSpec(id="rlsvc/TwoGoals-v0", import_module="rlsvc.envs.two_goals", kwargs={"size": 40}, max_steps=12)
 STILL = np.zeros(2, np.float32)
 
 
@@ -105,7 +105,7 @@ def test_a_run_learns_and_its_bundle_says_how_far_it_is_to_be_trusted(tmp_path):
     np.savez(
         tmp_path / "sides.npz",
         **{
-            "observation.image": rng.integers(0, 256, (120, 24, 24, 3), np.uint8),
+            "observation.image": rng.integers(0, 256, (120, 40, 40, 3), np.uint8),
             "observation.state": (2 * side - 1 + rng.normal(0, 0.1, 120)).astype(np.float32)[:, None],
             "action": np.zeros((120, 2), np.float32),
             "side": side,
@@ -128,6 +128,27 @@ def test_a_run_learns_and_its_bundle_says_how_far_it_is_to_be_trusted(tmp_path):
     assert found.precision == result.metrics["validation/calibration_precision"]
     assert found.precision_low <= found.precision <= found.precision_high
     assert found.loss <= found.loss_before + 1e-6
-    seen = {"observation.image": np.zeros((2, 24, 24, 3), np.uint8), "observation.state": np.float32([[-1], [1]])}
+    seen = {"observation.image": np.zeros((2, 40, 40, 3), np.uint8), "observation.state": np.float32([[-1], [1]])}
     assert (runner.probabilities(seen)[:, 1] > 0.5).tolist() == [False, True]
     np.testing.assert_allclose(runner.progress(seen), runner.probabilities(seen)[:, 1], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_images_alone_teach_it_where_a_point_is(tmp_path):
+    from rlsvc.envs.two_goals import demonstrations
+
+    columns, fresh = demonstrations(100, size=40), demonstrations(20, seed=900, size=40)
+    side = {"side": (columns["observation.state"][:, 0] > 0.5).astype(np.int64)}
+    np.savez(tmp_path / "points.npz", **columns, **side)
+    words = [
+        "experiment=reward_classifier", f"root={tmp_path}", f"data.datasets=[{{path: {tmp_path / 'points.npz'}}}]",
+        "data.observation=[observation.image]", "algo.label=side", "algo.learning_rate=3e-3", "algo.batch_size=32",
+        "policy.vision={crop: null, width: 8, keypoints: 8}", "policy.hidden=[32]", "algo.schedule.warmup_steps=20",
+        "total_steps=200", "checkpoint.interval=200", "tracking.trackers=[]",
+    ]  # fmt: skip
+    result = train(compose(words), local=True)
+    runner = RewardRunner(result.bundle, device="cpu")
+    clear = np.abs(fresh["observation.state"][:, 0] - 0.5) > 0.06
+    right = runner.probabilities({"observation.image": fresh["observation.image"][clear]})[:, 1] > 0.5
+    assert (right == (fresh["observation.state"][clear, 0] > 0.5)).mean() > 0.95
+    assert result.metrics["validation/calibration_precision"] > 0.8

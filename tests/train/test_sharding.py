@@ -45,6 +45,48 @@ for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(cut.state.p
 print("equal")
 """
 
+COLLECTIVES = r"""
+import re
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+from rlsvc.nn.gemma import Expert, transformer
+from rlsvc.nn.sharding import ROWS
+from rlsvc.nn.siglip import Siglip
+from rlsvc.spec.learner import LearnerSpec
+from rlsvc.spec.pi0 import GemmaSpec, SiglipSpec
+from rlsvc.train.sharding import make_mesh, state_shardings
+
+B, T, W = 6, 11, 16
+class Both(nnx.Module):
+    def __init__(self, rngs):
+        gemma = GemmaSpec(width=W, depth=2, mlp_dim=32, heads=2, head_dim=8)
+        siglip = SiglipSpec(width=16, depth=2, mlp_dim=32, heads=2, patch=5)
+        self.backbone = Expert(gemma, adaptive=True, dtype=jnp.bfloat16, rngs=rngs)
+        self.vision = Siglip(siglip, (10, 10), W, dtype=jnp.bfloat16, rngs=rngs)
+
+graph, params = nnx.split(Both(nnx.Rngs(0)))
+params = nnx.to_pure_dict(params)
+
+def loss(params, image, text, condition):
+    model = nnx.merge(graph, nnx.restore_int_paths(params))
+    x = jnp.concatenate([model.vision(image, remat=True), text], axis=1)
+    mask, positions = jnp.ones((B, T, T), bool), jnp.broadcast_to(jnp.arange(T), (B, T))
+    (out,), _ = transformer([model.backbone], [x], mask, positions, conditions=[condition], remat=True)
+    return (out.astype(jnp.float32) ** 2).mean()
+
+mesh = make_mesh(LearnerSpec(fsdp=2))
+cut, rows = state_shardings(params, mesh), NamedSharding(mesh, P(ROWS))
+shapes = [(B, 10, 10, 3), (B, T - 4, W), (B, W)]
+with jax.set_mesh(mesh):
+    step = jax.jit(jax.grad(loss), in_shardings=(cut, rows, rows, rows), out_shardings=cut)
+    text = step.lower(params, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile().as_text()
+found = re.findall(r"= (.*?) (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", text)
+moved = {tuple(map(int, dims.split(","))) for each in found for dims in re.findall(r"\[([\d,]+)\]", each)}
+weights = {s for x in jax.tree.leaves(params) for s in (x.shape, x.shape[1:], x.shape[::-1], x.shape[:0:-1])}
+print(sorted(moved - weights), len(moved & weights))
+"""
+
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
@@ -87,3 +129,17 @@ def test_weights_cut_over_four_devices_train_as_whole_ones_and_each_device_holds
         [sys.executable, "-c", SCRIPT, str(tmp_path), *words], env=env, capture_output=True, text=True, cwd=Path(root)
     )
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
+
+
+def test_between_two_devices_that_share_a_batch_only_weights_and_their_gradients_move(root):
+    env = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(root),
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run([sys.executable, "-c", COLLECTIVES], env=env, capture_output=True, text=True, cwd=Path(root))
+    others, _, weights = done.stdout.strip().rpartition(" ")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert others == "[]", others
+    assert int(weights) >= 6

@@ -105,6 +105,7 @@ def test_a_run_that_stopped_and_resumes_equals_one_that_did_not_bit_for_bit(make
     assert read_bundle(rest.bundle).id == read_bundle(whole.bundle).id
 
 
+@pytest.mark.slow
 def test_vqbet_resumes_in_either_of_its_phases_and_acts_from_images(make_spec):
     """It counts the updates of its first phase outside of its weights, and freezes a part of itself after them."""
     words = (

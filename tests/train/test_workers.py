@@ -1,5 +1,6 @@
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -54,12 +55,20 @@ def test_a_new_reset_forgets_the_old_episodes_and_reuses_the_environments(worker
     assert len(worker._envs) == 2
 
 
-def test_a_process_that_dies_is_replaced_and_told(monkeypatch):
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("noticed", ["when it is asked", "when it does not answer"])
+def test_a_process_that_dies_is_replaced_and_told(dead, noticed):
     pool = Processes(SPEC, 2, 2)
     try:
         pool.call("reset", [([1],), ([2],)])
-        os.kill(pool._workers[1][0].pid, signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="rollout process 1 died or hung"):
+        process = pool._workers[dead][0]
+        if noticed == "when it is asked":
+            process.kill()
+            process.join()
+        else:
+            os.kill(process.pid, signal.SIGSTOP)
+            threading.Timer(0.3, process.kill).start()
+        with pytest.raises(WorkerLost, match=f"rollout process {dead} died or hung"):
             pool.call("step", [({0: chunk(1)},), ({0: chunk(1)},)])
         windows = pool.call("reset", [([1],), ([2],)])
         assert [len(part) for part in windows] == [1, 1]
