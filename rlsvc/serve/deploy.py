@@ -172,8 +172,10 @@ def start(*deployments: Deployment, proxies: str = "HeadOnly", http: dict[str, A
 
 
 def _cause(reports: list[str]) -> str:
-    """The innermost exception that Ray's reports name, on one line, else the first line of the first."""
+    """What HAProxy or the innermost exception that Ray's reports name says, on one line, else the reports' first."""
     for report in reports:
+        if alert := re.search(r"HAProxy crashed.*?^\[ALERT\][ ()\d:]*(.+?)$", report, re.MULTILINE | re.DOTALL):
+            return f"HAProxy did not start: {alert[1].strip()}"
         named = re.findall(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception): .+)$", report, re.MULTILINE)
         if named:
             return named[-1].strip()

@@ -9,16 +9,17 @@ also lets the data port speak TLS, which Ray's configuration has not, where `RLS
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
+import random
 import shlex
 import socket
 import ssl
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,8 @@ from rlsvc.core.errors import UserError
 
 STATS_PORT = 8404
 """Ray's own choice, on a cluster that was started with HAProxy and without a port of its own for it (an image)."""
+_PORTS = range(20000, 32768)
+"""From the end of Ray's workers' ports to where Linux begins to give them out (macOS begins at 49152)."""
 # Ray rewrites the configuration and starts HAProxy anew whenever replicas change, so the wrapper edits it each time.
 _WRAPPER = """#!/bin/sh
 set -e
@@ -163,12 +166,19 @@ def _replicas_up(url: str) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that are free now, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in sockets]
+    """Ports of the loopback interface that are free now, all different.
+
+    Not those that the system gives to whoever asks for any: Ray takes half a minute until it listens, and its
+    processes and their connections draw hundreds of them meanwhile. Nor those of Ray's workers (10002 to 19999).
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 if __name__ == "__main__":

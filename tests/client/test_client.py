@@ -29,6 +29,7 @@ from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import ContractError, NotFoundError, UserError
 from rlsvc.core.types import ActionChunk
 from rlsvc.core.wire import pack
+from rlsvc.serve.haproxy import free_ports
 
 TRANSPORTS = ["ws", "http"]
 QUICK = ClientOptions(timeout_s=1.0, connect_timeout_s=0.5)
@@ -426,6 +427,5 @@ def test_the_client_imports_neither_jax_torch_ray_nor_the_server():
 
 @pytest.fixture
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    (port,) = free_ports(1)
+    return port

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,20 +15,13 @@ from typer.testing import CliRunner
 from rlsvc.commands import jobs as commands
 from rlsvc.jobs.client import JobsClient
 from rlsvc.jobs.package import JobError
+from rlsvc.serve.haproxy import free_ports
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a" * 32
 APP = typer.Typer()
 APP.command()(commands.submit)
 APP.add_typer(commands.app, name="jobs")
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Head:

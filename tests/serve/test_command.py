@@ -24,7 +24,7 @@ from rlsvc.client import ClientOptions, PolicyClient
 from rlsvc.commands.query import query
 from rlsvc.commands.serve import serve
 from rlsvc.core.errors import BundleError, BusyError, NotFoundError, UserError
-from rlsvc.serve import haproxy, preflight
+from rlsvc.serve import deploy, haproxy, preflight
 from rlsvc.serve.deploy import ray_for_serving
 from rlsvc.serve.haproxy import free_ports, haproxy_environment, wait_for_replicas
 from rlsvc.serve.keys import new_key, write_file
@@ -166,6 +166,29 @@ def test_haproxys_own_ports_are_fenced_to_loopback(tmp_path):
     )
     binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
     assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8404"]
+
+
+def test_the_port_that_haproxy_could_not_take_is_named(tmp_path):
+    environment = haproxy_environment(tmp_path)
+    config = tmp_path / "haproxy.cfg"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config.write_text(f"defaults\n    mode http\n    timeout client 1s\nlisten stats\n    bind 127.0.0.1:{port}\n")
+        ended = subprocess.run(
+            [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-f", str(config)], capture_output=True, text=True
+        )
+    report = f"ray::HAProxyManager.ready()\nRuntimeError: HAProxy crashed during startup: {ended.stderr}"
+    cause = deploy._cause([report])
+    assert cause.startswith("HAProxy did not start: Binding [")
+    assert "proxy stats" in cause
+    assert cause.endswith(f"[127.0.0.1:{port}]")
+
+
+def test_ports_are_none_that_the_system_gives_to_whoever_asks_for_any():
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = free_ports(8)
+    assert len(set(ports)) == 8
+    assert all(20000 <= port < lowest for port in ports)
 
 
 def test_haproxys_data_port_speaks_tls_where_a_certificate_is_given(tmp_path, certificate):

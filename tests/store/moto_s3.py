@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlsvc.serve.haproxy import free_ports
+
 KEYS = {
     "AWS_ACCESS_KEY_ID": "key",
     "AWS_SECRET_ACCESS_KEY": "secret",
@@ -24,9 +26,7 @@ class S3:
     """A server that can be stopped and started again; what it holds is gone with it."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.environment = {**KEYS, "AWS_ENDPOINT_URL": self.endpoint}
         self._process: subprocess.Popen[bytes] | None = None

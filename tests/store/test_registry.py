@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from rlsvc.commands.policies import app
 from rlsvc.core.contract import Contract, Feature
 from rlsvc.core.errors import BundleError, NotFoundError, SpecError
 from rlsvc.data.normalize import Normalizer
+from rlsvc.serve.haproxy import free_ports
 from rlsvc.store.bundle import read_bundle, write_bundle
 from rlsvc.store.mlflow_store import TrackingError
 from rlsvc.store.registry import Registry, register, resolve
@@ -165,9 +165,7 @@ def test_an_unreachable_store_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_remote_store_takes_the_bundle_and_hands_it_back_to_another_machine(root, tmp_path, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
                "--backend-store-uri", f"sqlite:///{root}/mlflow.db",
                "--artifacts-destination", str(root / "server")]  # fmt: skip
