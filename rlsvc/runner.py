@@ -6,6 +6,7 @@ Letters: B batch, T observation steps, H actions of a chunk, A action dimensions
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -32,7 +33,11 @@ RLLIB = "rllib"
 """Likewise, in RLlib's modules."""
 BASELINES = ("zero", "random")
 """Policies without weights: no motion target at all (zeros), and uniform over the contract's action range."""
-
+_BACKENDS = {
+    LEROBOT: ("rlsvc.backends.torch_runner", "TorchRunner", "torch"),
+    RLLIB: ("rlsvc.backends.rllib_runner", "RLlibRunner", "rllib"),
+}
+"""Module, class and extra of what runs policies that are not JAX's, by the policy's name."""
 
 SEEDS, STEPS = "_seeds", "_steps"
 """Beside the observation in what is sent to the device; no feature is called so."""
@@ -250,23 +255,16 @@ class PolicyRunner:
         name = str(bundle.policy["name"])
         if name in BASELINES:
             return BaselineRunner(name, bundle.contract, bundle.id, bundle.robot)
-        if name == RLLIB:
-            try:
-                from rlsvc.backends.rllib_runner import RLlibRunner
-            except ImportError as error:
-                raise UserError(
-                    f"{path}: RLlib's policies need {error.name}, which is not installed: pip install 'rlsvc[rllib]'"
-                ) from error
-            return RLlibRunner(bundle, **options)
-        if name != LEROBOT:
+        if name not in _BACKENDS:
             return cls(bundle, **options)
+        module, runner, extra = _BACKENDS[name]
         try:
-            from rlsvc.backends.torch_runner import TorchRunner
+            backend = importlib.import_module(module)
         except ImportError as error:
             raise UserError(
-                f"{path}: a policy of LeRobot's needs {error.name}, which is not installed: pip install 'rlsvc[torch]'"
+                f"{path}: a policy of {name} needs {error.name}, which is not installed: pip install 'rlsvc[{extra}]'"
             ) from error
-        return TorchRunner(bundle, **options)
+        return getattr(backend, runner)(bundle, **options)
 
     def act(
         self, observation: Mapping[str, np.ndarray], seeds: np.ndarray, steps: np.ndarray, carry: Any = None

@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlsvc.core.contract import Contract, Feature
-from rlsvc.core.errors import BundleError
+from rlsvc.core.errors import BundleError, UserError
 from rlsvc.data.normalize import Normalizer
 from rlsvc.nn.params import flatten_params
 from rlsvc.policies.diffusion import DiffusionPolicy
@@ -192,3 +193,20 @@ def test_the_baselines_need_no_weights_and_load_from_a_bundle(tmp_path):
     assert 50 < action.max() <= 70
     np.testing.assert_array_equal(act(random, *batch(3)), action[:3])
     assert not act(BaselineRunner("zero", CONTRACT), *batch(2)).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"), [("lerobot", "torch_runner", "torch"), ("rllib", "rllib_runner", "rllib")]
+)
+def test_a_policy_whose_package_is_missing_names_it_and_what_to_install(folder, monkeypatch, name, module, extra):
+    path = write_bundle(
+        folder / f"without-{name}",
+        policy={"name": name},
+        contract=CONTRACT,
+        normalizer=Normalizer.fit({"default": DATA}, FEATURES, {}),
+        params={},
+    )
+    monkeypatch.delitem(sys.modules, f"rlsvc.backends.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError, match=rf"policy of {name} needs torch, which is not installed: .*rlsvc\[{extra}\]"):
+        PolicyRunner.load(path)

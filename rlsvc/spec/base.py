@@ -15,3 +15,17 @@ class Spec(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """A validated copy with these fields changed (`model_copy(update=...)` would not validate)."""
         return type(self).model_validate({**self.model_dump(), **changes})
+
+
+class OneStepPolicySpec(Spec):
+    """A policy that sees one observation and hands out one action, without history and chunks."""
+
+    @property
+    def n_obs_steps(self) -> int:
+        """Observations that the policy sees."""
+        return 1
+
+    @property
+    def n_action_steps(self) -> int:
+        """Actions that it hands out at a time."""
+        return 1

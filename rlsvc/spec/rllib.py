@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlsvc.spec.base import Spec
+from rlsvc.spec.base import OneStepPolicySpec, Spec
 from rlsvc.spec.learner import LearnerSpec
 
 RECORDED = ("cql", "marwil", "bc")
@@ -42,7 +42,7 @@ OURS_RECORDED = dict.fromkeys(
 """Besides, where it learns from recorded data."""
 
 
-class RLlibPolicySpec(Spec):
+class RLlibPolicySpec(OneStepPolicySpec):
     """RLlib's default module of an algorithm: an encoder of vectors or of images, and a head for actions."""
 
     name: Literal["rllib"] = "rllib"
@@ -52,16 +52,6 @@ class RLlibPolicySpec(Spec):
     config: dict[str, Any] = Field(default_factory=dict)
     """Fields of RLlib's DefaultModelConfig (`fcnet_hiddens`, `fcnet_activation`, `head_fcnet_hiddens`, `conv_filters`,
     ...) that differ from its defaults; an unknown one is refused."""
-
-    @property
-    def n_obs_steps(self) -> int:
-        """Observations that the policy sees."""
-        return 1
-
-    @property
-    def n_action_steps(self) -> int:
-        """Actions that it hands out at a time."""
-        return 1
 
 
 class RLlibSpec(Spec):

@@ -9,12 +9,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlsvc.spec.base import Spec
+from rlsvc.spec.base import OneStepPolicySpec, Spec
 
 Width = Annotated[int, Field(ge=1)]
 
 
-class GaussianPolicySpec(Spec):
+class GaussianPolicySpec(OneStepPolicySpec):
     """A Gaussian that a tanh squashes, over vectors and images."""
 
     name: Literal["gaussian"] = "gaussian"
@@ -28,16 +28,6 @@ class GaussianPolicySpec(Spec):
     """Numbers that each image is encoded to."""
     shift: int = Field(default=4, ge=0)
     """Largest random shift of images in training, px (arXiv:2004.13649)."""
-
-    @property
-    def n_obs_steps(self) -> int:
-        """Observations that the policy sees."""
-        return 1
-
-    @property
-    def n_action_steps(self) -> int:
-        """Actions that it hands out at a time."""
-        return 1
 
     @property
     def horizon(self) -> int:

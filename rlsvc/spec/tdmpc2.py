@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from rlsvc.spec.base import Spec
+from rlsvc.spec.base import OneStepPolicySpec, Spec
 
 
 class Widths(NamedTuple):
@@ -43,7 +43,7 @@ class TaskSpec(Spec):
     """Environment steps in an episode, action repeat counted in."""
 
 
-class TDMPC2PolicySpec(Spec):
+class TDMPC2PolicySpec(OneStepPolicySpec):
     """World model, policy prior and planner: all that acting needs."""
 
     name: Literal["tdmpc2"] = "tdmpc2"
@@ -119,16 +119,6 @@ class TDMPC2PolicySpec(Spec):
         """One a task."""
         lengths = [task.episode_length for task in self.tasks] or [self.episode_length]
         return tuple(self.discount or min(max(1 - 5 / length, 0.95), 0.995) for length in lengths)
-
-    @property
-    def n_obs_steps(self) -> int:
-        """Observations that the policy sees."""
-        return 1
-
-    @property
-    def n_action_steps(self) -> int:
-        """Actions that it hands out at a time."""
-        return 1
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -168,10 +168,10 @@ def test_the_exported_bundle_acts_as_the_trained_module_does(cartpole):
         # The same trainer goes on after its environment runner was killed.
         (pid,) = trainer.algorithm.env_runner_group.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
         os.kill(pid, signal.SIGKILL)
-        before, restarted = trainer.clock, 0.0
+        before = trainer.clock
         deadline = time.monotonic() + 240  # a busy machine takes a minute to start an actor anew
         while trainer.clock < before + 128 and time.monotonic() < deadline:
-            restarted = max(restarted, trainer.step(1).get("rollout/restarts", 0.0))
+            trainer.step(1)
         assert trainer.clock >= before + 128
         (again,) = trainer.algorithm.env_runner_group.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
         assert again != pid
