@@ -113,8 +113,8 @@ class HubServer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tokens = {"hf_aliceSecretToken": "alice", "hf_malloryToken": "mallory"}
-        self.may_write = {"alice": {"alice", "lab"}, "mallory": {"mallory"}}
+        self.tokens = {"hf_aliceSecretToken": "mylab", "hf_malloryToken": "mallory"}
+        self.may_write = {"mylab": {"mylab", "lab"}, "mallory": {"mallory"}}
         self.repos: dict[tuple[str, str], Repository] = {}
         self.requests: list[tuple[str, str, str]] = []
         self.fail: dict[str, int] = {}

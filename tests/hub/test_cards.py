@@ -47,8 +47,8 @@ def card(rlsvc, hub, token_file):
     """Push, and the card that the hub has then."""
 
     def push(source, *words):
-        rlsvc("policies", "push", source, "alice/demo", "--token-file", token_file, *words)
-        return ModelCard(hub.files("model", "alice/demo")["README.md"].decode())
+        rlsvc("policies", "push", source, "mylab/demo", "--token-file", token_file, *words)
+        return ModelCard(hub.files("model", "mylab/demo")["README.md"].decode())
 
     return push
 
@@ -61,7 +61,7 @@ def configuration(card: ModelCard) -> str:
 def test_a_runs_best_bundle_is_pushed_with_what_was_measured_of_it(card, hub, tmp_path):
     run = make_run(tmp_path / "runs")
     found = card(run)
-    assert hub.files("model", "alice/demo")["bundle.json"] == (run / "bundles/30/bundle.json").read_bytes()
+    assert hub.files("model", "mylab/demo")["bundle.json"] == (run / "bundles/30/bundle.json").read_bytes()
     assert found.data.library_name == "rlsvc"
     assert found.data.pipeline_tag == "robotics"
     assert found.data.tags == ["robotics", "rlsvc", "diffusion", "imitation", "pusht"]
@@ -105,7 +105,7 @@ def test_an_evaluation_afterwards_is_added_and_one_of_another_bundle_refused(car
     found = card(run, "--evaluation", file)
     assert [result.dataset_name for result in found.data.eval_results] == ["pusht keypoints"] * 2
     assert "| push | 0.250 |" in found.text
-    words = ("policies", "push", make_bundle(tmp_path / "other"), "alice/demo", "--token-file", token_file)
+    words = ("policies", "push", make_bundle(tmp_path / "other"), "mylab/demo", "--token-file", token_file)
     assert "is of the policy" in rlsvc(*words, "--evaluation", file, code=2)
     file.write_text("{}")
     assert "is no file of scores" in rlsvc(*words, "--evaluation", file, code=2)
@@ -123,12 +123,12 @@ def test_the_configuration_in_the_card_is_the_runs_own_and_composes(card, tmp_pa
 def test_what_is_of_one_machine_or_secret_does_not_stand_in_the_card(card, tmp_path):
     run = make_run(
         tmp_path / "runs",
-        "data.datasets=[{path: /home/alice/secret/pusht}, {path: /mnt/other/pusht, weight: 2}]",
-        "tracking.mlflow_uri='http://alice:pa55@mlflow.lab:5000'",
+        "data.datasets=[{path: /home/mylab/secret/pusht}, {path: /mnt/other/pusht, weight: 2}]",
+        "tracking.mlflow_uri='http://mylab:pa55@mlflow.lab:5000'",
         "env.runtime={packages: [gym-pusht], variables: {API_TOKEN: t0ken, MODE: fast}}",
     )
     found = card(run).content
-    for secret in ("/home/alice", "/mnt", "pa55", "mlflow.lab", "t0ken", str(tmp_path)):
+    for secret in ("/home/mylab", "/mnt", "pa55", "mlflow.lab", "t0ken", str(tmp_path)):
         assert secret not in found
     tree = yaml.safe_load(configuration(ModelCard(found)))
     assert [d["path"] for d in tree["data"]["datasets"]] == ["datasets/pusht", "datasets/pusht_2"]
@@ -173,9 +173,9 @@ def test_a_dataset_that_was_pulled_is_named_by_itself(card, tmp_path):
 
 
 def test_as_many_datasets_are_named_as_the_run_has(rlsvc, hub, tmp_path, token_file):
-    words = ("policies", "push", make_run(tmp_path / "runs"), "alice/demo", "--token-file", token_file)
+    words = ("policies", "push", make_run(tmp_path / "runs"), "mylab/demo", "--token-file", token_file)
     assert "--dataset: got 2, but the run has 1" in rlsvc(*words, "--dataset", "a/b", "--dataset", "a/c", code=2)
-    words = ("policies", "push", make_bundle(tmp_path / "b"), "alice/demo", "--token-file", token_file)
+    words = ("policies", "push", make_bundle(tmp_path / "b"), "mylab/demo", "--token-file", token_file)
     assert "no run is known that trained" in rlsvc(*words, "--dataset", "a/b", code=2)
 
 
@@ -209,9 +209,9 @@ def test_a_run_whose_specification_no_longer_fits_is_pushed_without_it_and_says_
     run = make_run(tmp_path / "runs")
     tree = yaml.safe_load((run / "spec.yaml").read_text())
     (run / "spec.yaml").write_text(yaml.safe_dump({**tree, "gone": 1}))
-    printed = rlsvc("policies", "push", run, "alice/demo", "--token-file", token_file)
+    printed = rlsvc("policies", "push", run, "mylab/demo", "--token-file", token_file)
     assert "does not fit this rlsvc" in printed
-    text = hub.files("model", "alice/demo")["README.md"].decode()
+    text = hub.files("model", "mylab/demo")["README.md"].decode()
     assert "```yaml" not in text
     assert "| max_reward | 0.800 | 0.740 to 0.850 |" in text
 
@@ -222,7 +222,7 @@ def test_a_run_without_a_bundle_is_said(rlsvc, hub, tmp_path, token_file):
         (run / "bundles" / step / "bundle.json").unlink()
         (run / "bundles" / step / "params.safetensors").unlink()
         (run / "bundles" / step).rmdir()
-    printed = rlsvc("policies", "push", run, "alice/demo", "--token-file", token_file, code=2)
+    printed = rlsvc("policies", "push", run, "mylab/demo", "--token-file", token_file, code=2)
     assert "the run has no bundle yet" in printed
     assert hub.requests == []
 

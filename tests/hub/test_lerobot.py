@@ -21,10 +21,10 @@ import json, sys
 from lerobot.datasets import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from safetensors.torch import save_file
-dataset = LeRobotDataset("alice/pusht")
+dataset = LeRobotDataset("mylab/pusht")
 item = dataset[len(dataset) - 1]
-policy = get_policy_class("act").from_pretrained("alice/act", strict=True)
-make_pre_post_processors(policy.config, pretrained_path="alice/act")
+policy = get_policy_class("act").from_pretrained("mylab/act", strict=True)
+make_pre_post_processors(policy.config, pretrained_path="mylab/act")
 save_file({name: value.contiguous() for name, value in policy.state_dict().items()}, sys.argv[1])
 print(json.dumps({
     "episodes": dataset.num_episodes, "frames": len(dataset), "fps": dataset.fps, "task": item["task"],
@@ -73,9 +73,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_lerobot_loads_a_dataset_and_a_policy_that_were_pushed(rlsvc, hub, saved, token_file, tmp_path):
     rlsvc("policies", "import", saved, tmp_path / "act", "--rate", 10)
-    rlsvc("policies", "push", tmp_path / "act", "alice/act", "--token-file", token_file)
-    assert "library_name: lerobot" in hub.files("model", "alice/act")["README.md"].decode()
-    rlsvc("dataset", "push", PUSHT, "alice/pusht", "--token-file", token_file)
+    rlsvc("policies", "push", tmp_path / "act", "mylab/act", "--token-file", token_file)
+    assert "library_name: lerobot" in hub.files("model", "mylab/act")["README.md"].decode()
+    rlsvc("dataset", "push", PUSHT, "mylab/pusht", "--token-file", token_file)
     hub.requests.clear()
     home = tmp_path / "elsewhere"
     environment = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
@@ -86,7 +86,7 @@ def test_lerobot_loads_a_dataset_and_a_policy_that_were_pushed(rlsvc, hub, saved
     np.testing.assert_array_equal(np.float32(found["state"]), table.columns["observation.state"][-1])
     np.testing.assert_array_equal(np.float32(found["action"]), table.columns["action"][-1])
     assert found["root"].startswith(str(home))
-    assert any("/datasets/alice/pusht/resolve/" in path for _, path, _ in hub.requests)
+    assert any("/datasets/mylab/pusht/resolve/" in path for _, path, _ in hub.requests)
     mine, theirs = read_bundle(tmp_path / "act").params, load_file(tmp_path / "loaded.safetensors")
     assert mine.keys() == theirs.keys()
     assert all(np.array_equal(value, theirs[name]) for name, value in mine.items())
@@ -113,10 +113,10 @@ def test_a_lerobot_policy_on_the_hub_becomes_a_bundle_when_its_rate_is_said(rlsv
 
 
 def test_a_bundle_needs_no_rate_and_other_models_are_none(rlsvc, hub, tmp_path, bundle, token_file):
-    rlsvc("policies", "push", bundle, "alice/demo", "--token-file", token_file)
-    assert "is a bundle already" in rlsvc("policies", "pull", "alice/demo", tmp_path / "x", "--rate", 10, code=2)
-    hub.put("model", "alice/text", {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+    rlsvc("policies", "push", bundle, "mylab/demo", "--token-file", token_file)
+    assert "is a bundle already" in rlsvc("policies", "pull", "mylab/demo", tmp_path / "x", "--rate", 10, code=2)
+    hub.put("model", "mylab/text", {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
     for words in ((), ("--rate", 10)):
-        printed = rlsvc("policies", "pull", "alice/text", tmp_path / "x", *words, code=2)
+        printed = rlsvc("policies", "pull", "mylab/text", tmp_path / "x", *words, code=2)
         assert "is no policy of rlsvc" in printed
     assert not (tmp_path / "x").exists()

@@ -18,7 +18,7 @@ def one_sentence(printed):
     return errors[0]
 
 
-def push(rlsvc, source, name="alice/demo", *words):
+def push(rlsvc, source, name="mylab/demo", *words):
     return one_sentence(rlsvc("policies", "push", source, name, *words, code=2))
 
 
@@ -39,9 +39,9 @@ def test_offline_says_which_variable(rlsvc, hub, bundle, token_file, tmp_path, m
     close_session()
     try:
         if offline == "push":
-            printed = push(rlsvc, bundle, "alice/demo", "--token-file", token_file)
+            printed = push(rlsvc, bundle, "mylab/demo", "--token-file", token_file)
         else:
-            printed = pull(rlsvc, "alice/demo", tmp_path / "x")
+            printed = pull(rlsvc, "mylab/demo", tmp_path / "x")
     finally:
         close_session()
     assert "HF_HUB_OFFLINE is set" in printed
@@ -56,49 +56,49 @@ def test_a_token_file_without_a_token_is_named_and_not_shown(rlsvc, hub, bundle,
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content)
-    printed = push(rlsvc, bundle, "alice/demo", "--token-file", file)
+    printed = push(rlsvc, bundle, "mylab/demo", "--token-file", file)
     assert f"--token-file {file}: {message}" in printed
     assert not content or content not in printed
 
 
 def test_a_token_that_is_none_is_said(rlsvc, hub, bundle, tmp_path):
     (tmp_path / "token").write_text("hf_madeUp")
-    printed = push(rlsvc, bundle, "alice/demo", "--token-file", tmp_path / "token")
+    printed = push(rlsvc, bundle, "mylab/demo", "--token-file", tmp_path / "token")
     assert "does not take the token" in printed
     assert "hf_madeUp" not in printed
 
 
 def test_no_permission_says_what_is_needed(rlsvc, hub, bundle, tmp_path):
     (tmp_path / "token").write_text("hf_malloryToken")
-    hub.put("model", "alice/demo", {"x.json": b"{}"})
-    for name in ("alice/demo", "alice/new"):
+    hub.put("model", "mylab/demo", {"x.json": b"{}"})
+    for name in ("mylab/demo", "mylab/new"):
         printed = push(rlsvc, bundle, name, "--token-file", tmp_path / "token")
         assert "it needs write permission there" in printed
-    assert hub.files("model", "alice/demo").keys() == {"x.json"}
-    assert ("model", "alice/new") not in hub.repos
+    assert hub.files("model", "mylab/demo").keys() == {"x.json"}
+    assert ("model", "mylab/new") not in hub.repos
 
 
 def test_no_such_repository_says_whether_there_was_a_token(rlsvc, hub, tmp_path, token_file):
-    assert "no model repository 'alice/none'" in pull(rlsvc, "alice/none", tmp_path / "x")
-    assert "with the token that was given" in pull(rlsvc, "alice/none", tmp_path / "x", "--token-file", token_file)
+    assert "no model repository 'mylab/none'" in pull(rlsvc, "mylab/none", tmp_path / "x")
+    assert "with the token that was given" in pull(rlsvc, "mylab/none", tmp_path / "x", "--token-file", token_file)
 
 
 def test_no_such_revision_lists_those_that_are(rlsvc, hub, tmp_path):
-    hub.put("model", "alice/demo", {"x.json": b"{}"}).tags["v1"] = "0" * 40
-    printed = pull(rlsvc, "alice/demo@v2", tmp_path / "x")
+    hub.put("model", "mylab/demo", {"x.json": b"{}"}).tags["v1"] = "0" * 40
+    printed = pull(rlsvc, "mylab/demo@v2", tmp_path / "x")
     assert "no revision 'v2'. There are: main, v1." in printed
 
 
 @pytest.mark.parametrize("words", [(), ("--token-file",)])
 def test_a_gated_repository_says_to_ask_for_access(rlsvc, hub, tmp_path, words):
-    hub.put("model", "alice/demo", {"bundle.json": b"{}"}, gated=True)
+    hub.put("model", "mylab/demo", {"bundle.json": b"{}"}, gated=True)
     (tmp_path / "token").write_text("hf_malloryToken")
-    printed = pull(rlsvc, "alice/demo", tmp_path / "x", *((*words, tmp_path / "token") if words else ()))
-    assert f"is gated; ask for access on {hub.url}/alice/demo" in printed
+    printed = pull(rlsvc, "mylab/demo", tmp_path / "x", *((*words, tmp_path / "token") if words else ()))
+    assert f"is gated; ask for access on {hub.url}/mylab/demo" in printed
 
 
 @pytest.mark.parametrize(
-    "name", ["demo", "/demo", "alice/", "alice/demo/x", "alice/de mo", "alice/demo--x", "alice/demo@"]
+    "name", ["demo", "/demo", "mylab/", "mylab/demo/x", "mylab/de mo", "mylab/demo--x", "mylab/demo@"]
 )
 def test_a_name_that_is_none_is_refused_before_anything_is_asked(rlsvc, hub, bundle, tmp_path, name):
     assert f"'{name}'" in push(rlsvc, bundle, name)
@@ -111,13 +111,13 @@ def test_a_name_without_an_owner_says_what_is_expected(rlsvc, hub, tmp_path):
 
 
 def test_a_revision_in_the_name_of_a_push_says_the_option(rlsvc, hub, bundle):
-    assert "--revision wide" in push(rlsvc, bundle, "alice/demo@wide")
+    assert "--revision wide" in push(rlsvc, bundle, "mylab/demo@wide")
 
 
 def test_a_bundle_that_does_not_verify_is_not_pushed(rlsvc, hub, bundle, token_file):
     (bundle / "params.safetensors").write_bytes(b"short")
     assert "params.safetensors: 5 bytes, the manifest says" in push(
-        rlsvc, bundle, "alice/demo", "--token-file", token_file
+        rlsvc, bundle, "mylab/demo", "--token-file", token_file
     )
     assert hub.requests == []
 
@@ -125,7 +125,7 @@ def test_a_bundle_that_does_not_verify_is_not_pushed(rlsvc, hub, bundle, token_f
 @pytest.mark.parametrize("odd", ["evil.pkl", "evil.py", "evil.pt", "README.md"])
 def test_a_bundle_with_a_file_that_no_bundle_shares_is_not_pushed(rlsvc, hub, tmp_path, token_file, odd):
     path = make_bundle(tmp_path / "odd", files={odd: b"boom"})
-    assert f"its manifest names '{odd}'" in push(rlsvc, path, "alice/demo", "--token-file", token_file)
+    assert f"its manifest names '{odd}'" in push(rlsvc, path, "mylab/demo", "--token-file", token_file)
     assert hub.requests == []
 
 
@@ -136,25 +136,25 @@ def test_what_is_neither_a_bundle_nor_a_run_is_said(rlsvc, hub, tmp_path):
 
 def test_a_hub_that_fails_or_is_away_is_named(rlsvc, hub, bundle, token_file, tmp_path, monkeypatch):
     hub.fail["GET *"] = 503
-    assert f"{hub.url} failed (503)" in push(rlsvc, bundle, "alice/demo", "--token-file", token_file)
+    assert f"{hub.url} failed (503)" in push(rlsvc, bundle, "mylab/demo", "--token-file", token_file)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "http://127.0.0.1:9 cannot be reached" in pull(rlsvc, "alice/demo", tmp_path / "x")
+    assert "http://127.0.0.1:9 cannot be reached" in pull(rlsvc, "mylab/demo", tmp_path / "x")
 
 
 def test_a_hub_that_is_asked_too_often_is_said(rlsvc, hub, tmp_path):
     hub.fail["GET *"] = 429
-    assert "is asked too often" in pull(rlsvc, "alice/demo", tmp_path / "x")
+    assert "is asked too often" in pull(rlsvc, "mylab/demo", tmp_path / "x")
 
 
 def test_the_hubs_own_words_are_passed_on_without_the_token(rlsvc, hub, bundle, token_file):
     hub.fail["GET /api/whoami-v2"] = 418
-    printed = push(rlsvc, bundle, "alice/demo", "--token-file", token_file)
+    printed = push(rlsvc, bundle, "mylab/demo", "--token-file", token_file)
     assert "refused (418): made to fail" in printed
     assert TOKEN not in printed
 
 
 @pytest.mark.parametrize("command", ["policies", "dataset"])
-@pytest.mark.parametrize("way", [("push", "x", "alice/demo"), ("pull", "alice/demo", "x")])
+@pytest.mark.parametrize("way", [("push", "x", "mylab/demo"), ("pull", "mylab/demo", "x")])
 def test_without_huggingface_hub_one_line_says_which_extra(command, way, tmp_path):
     script = (
         "import sys\nsys.modules['huggingface_hub'] = None\nfrom rlsvc.cli import main\nsys.argv[0] = 'rlsvc'\nmain()"
