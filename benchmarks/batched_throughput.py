@@ -176,6 +176,7 @@ def measure(
             groups.append(here)
         for group in groups:
             group.recv()
+        print("the clients are connected", flush=True)
         for turn in range(rounds + 1):  # the first one warms up
             for side in rng.permutation(list(urls)):
                 for group in groups:
@@ -185,6 +186,7 @@ def measure(
                     raise RuntimeError(problems[0])
                 if turn:
                     rates[str(side)].append(sum(chunks for chunks, _, _ in answers) / seconds)
+                    print(f"round {turn}, {side}: {rates[str(side)][-1]:.1f} chunks/s", flush=True)
                 worst = max(worst, *(far for _, far, _ in answers))
         for group in groups:
             group.send(None)
