@@ -22,11 +22,12 @@ from rlsvc.store.bundle import write_bundle
 
 STEPS = 10_000
 PLACES = """
-import json, os, ray
+import json, os, pathlib, ray, sys
 ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
 names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
 actors = [actor for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE"]
-print(json.dumps([(actor["ActorClassName"], names[actor["Address"]["NodeID"]]) for actor in actors]))
+found = [(actor["ActorClassName"], names[actor["Address"]["NodeID"]]) for actor in actors]
+pathlib.Path(sys.argv[1]).write_text(json.dumps(found))  # Ray prints its own warnings to stdout
 """
 
 
@@ -68,7 +69,8 @@ def test_serving_and_training_go_on_when_a_node_of_the_cluster_is_removed(tmp_pa
 
         def places():
             found: dict[str, list[str]] = {}
-            for name, node in json.loads(run(sys.executable, "-c", PLACES, stderr=subprocess.DEVNULL).splitlines()[-1]):
+            run(sys.executable, "-c", PLACES, "places.json", stderr=subprocess.DEVNULL)
+            for name, node in json.loads((folder / "places.json").read_text()):
                 kinds = {"ServeReplica:": "replica", "_RayWorker": "rollout", "RayTrainWorker": "learner"}
                 for part, kind in kinds.items():
                     if part in name:
