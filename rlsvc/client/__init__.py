@@ -1,4 +1,4 @@
-"""What runs on a robot's computer: numpy, msgpack, websockets and httpx, nothing else.
+"""What runs on a robot's computer: numpy, msgpack, websockets and httpcore, nothing else.
 
 with PolicyClient("127.0.0.1:8000") as client:
     policy = ChunkedPolicy(client)

@@ -1,13 +1,18 @@
-"""The HTTP link, blocking and asynchronous: one POST with a msgpack body for each request."""
+"""The HTTP link, blocking and asynchronous: one POST with a msgpack body for each request.
+
+Over httpcore, httpx's own engine: what httpx adds (cookies, redirects, decoding) is not used here, and takes longer
+than the server does.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+import httpcore
 
 from rlsvc.client.protocol import (
     MAX_MESSAGE_BYTES,
@@ -23,6 +28,9 @@ from rlsvc.client.protocol import (
 )
 
 _MSGPACK = {"content-type": "application/msgpack"}
+_IDLE_S = 5.0
+"""After which a connection that nobody uses is not used again: servers close theirs after such a time."""
+_FAILURES = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, httpcore.ConnectionNotAvailable)
 
 
 class HttpLink:
@@ -34,18 +42,17 @@ class HttpLink:
         self._options = options
         self._policy = policy
         self._path = ""
-        self._client: httpx.Client | None = None
+        self._headers = {**options.headers, **_MSGPACK}
+        self._pool: httpcore.ConnectionPool | None = None
 
     @property
     def connected(self) -> bool:
         """Whether the server was asked for its policy."""
-        return self._client is not None
+        return self._pool is not None
 
     def open(self, deadline: Deadline) -> Served:
         """Ask which policies there are; see WebSocketLink.open."""
-        self._client = httpx.Client(
-            base_url=self._address.http, headers=self._options.headers, trust_env=False, verify=trust(self._address)
-        )
+        self._pool = httpcore.ConnectionPool(ssl_context=trust(self._address), keepalive_expiry=_IDLE_S)
         try:
             served = choose(self._send("GET", "/v1/policies", None, deadline), self._policy)
         except BaseException:
@@ -60,23 +67,25 @@ class HttpLink:
 
     def close(self) -> None:
         """Drop the connections."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _send(self, method: str, path: str, data: bytes | None, deadline: Deadline) -> bytes:
-        if self._client is None:
+        if self._pool is None:
             raise PolicyUnavailableError(f"the connection to {self._address.http} was lost")
+        url, extensions = self._address.http + path, _timeouts(self._options, deadline)
         try:
-            timeout = _timeout(self._options, deadline)
-            with self._client.stream(method, path, content=data, headers=_MSGPACK, timeout=timeout) as response:
+            with self._pool.stream(
+                method, url, headers=self._headers, content=data, extensions=extensions
+            ) as response:
                 body = bytearray()
-                for piece in response.iter_bytes():
-                    # httpx's timeout is for one read: a server that trickles must not outlive the deadline.
+                for piece in response.iter_stream():
+                    # A timeout is for one read: a server that trickles must not outlive the deadline.
                     deadline.remaining()
                     _extend(body, piece)
-            return _checked(response, bytes(body))
-        except httpx.HTTPError as error:
+            return _checked(response, bytes(body), self._address)
+        except _FAILURES as error:
             raise translate(error, self._address, deadline) from error
 
 
@@ -89,18 +98,17 @@ class AsyncHttpLink:
         self._options = options
         self._policy = policy
         self._path = ""
-        self._client: httpx.AsyncClient | None = None
+        self._headers = {**options.headers, **_MSGPACK}
+        self._pool: httpcore.AsyncConnectionPool | None = None
 
     @property
     def connected(self) -> bool:
         """Whether the server was asked for its policy."""
-        return self._client is not None
+        return self._pool is not None
 
     async def open(self, deadline: Deadline) -> Served:
         """Ask which policies there are; see WebSocketLink.open."""
-        self._client = httpx.AsyncClient(
-            base_url=self._address.http, headers=self._options.headers, trust_env=False, verify=trust(self._address)
-        )
+        self._pool = httpcore.AsyncConnectionPool(ssl_context=trust(self._address), keepalive_expiry=_IDLE_S)
         try:
             served = choose(await self._send("GET", "/v1/policies", None, deadline), self._policy)
         except BaseException:
@@ -115,24 +123,24 @@ class AsyncHttpLink:
 
     async def close(self) -> None:
         """Drop the connections."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.aclose()
 
     async def _send(self, method: str, path: str, data: bytes | None, deadline: Deadline) -> bytes:
-        if self._client is None:
+        if self._pool is None:
             raise PolicyUnavailableError(f"the connection to {self._address.http} was lost")
+        url, extensions = self._address.http + path, _timeouts(self._options, deadline)
         try:
             async with asyncio.timeout(deadline.remaining()):
-                timeout = _timeout(self._options, deadline)
-                async with self._client.stream(
-                    method, path, content=data, headers=_MSGPACK, timeout=timeout
+                async with self._pool.stream(
+                    method, url, headers=self._headers, content=data, extensions=extensions
                 ) as response:
                     body = bytearray()
-                    async for piece in response.aiter_bytes():
+                    async for piece in response.aiter_stream():
                         _extend(body, piece)
-            return _checked(response, bytes(body))
-        except httpx.HTTPError as error:
+            return _checked(response, bytes(body), self._address)
+        except _FAILURES as error:
             raise translate(error, self._address, deadline) from error
         except TimeoutError as error:
             raise deadline.error() from error
@@ -158,25 +166,25 @@ def choose(body: bytes, wanted: str | None) -> Served:
     return found[0]
 
 
-def trust(address: Address) -> ssl.SSLContext | bool:
-    """The system's certificates, as the WebSocket has it; httpx brings others, which no administrator adds to."""
-    return ssl.create_default_context() if address.secure else True
+def trust(address: Address) -> ssl.SSLContext | None:
+    """The system's certificates, as the WebSocket has it; httpcore brings others, which no administrator adds to."""
+    return ssl.create_default_context() if address.secure else None
 
 
-def translate(error: httpx.HTTPError, address: Address, deadline: Deadline) -> Exception:
-    """Exceptions of httpx as this client's own."""
-    if isinstance(error, httpx.ConnectTimeout):
+def translate(error: Exception, address: Address, deadline: Deadline) -> Exception:
+    """Exceptions of httpcore as this client's own."""
+    if isinstance(error, httpcore.ConnectTimeout):
         return ConnectTimeoutError(f"{address.http} did not complete a connection in time")
-    if isinstance(error, httpx.TimeoutException):
+    if isinstance(error, httpcore.TimeoutException):
         return deadline.error()
-    if isinstance(error, httpx.ConnectError):
+    if isinstance(error, httpcore.ConnectError):
         return PolicyUnavailableError(f"{address.http} cannot be reached: {error}")
     return PolicyUnavailableError(f"the connection to {address.http} was lost: {error or type(error).__name__}")
 
 
-def _timeout(options: ClientOptions, deadline: Deadline) -> httpx.Timeout:
+def _timeouts(options: ClientOptions, deadline: Deadline) -> dict[str, Any]:
     left = deadline.remaining()
-    return httpx.Timeout(left, connect=min(left, options.connect_timeout_s))
+    return {"timeout": {"connect": min(left, options.connect_timeout_s), "read": left, "write": left, "pool": left}}
 
 
 def _extend(body: bytearray, piece: bytes) -> None:
@@ -185,20 +193,20 @@ def _extend(body: bytearray, piece: bytes) -> None:
         raise PolicyUnavailableError(f"the server's answer is larger than {MAX_MESSAGE_BYTES} bytes")
 
 
-def _checked(response: httpx.Response, body: bytes) -> bytes:
+def _checked(response: httpcore.Response, body: bytes, address: Address) -> bytes:
     """The body of a good answer; an error that the policy server itself sent travels in msgpack and is read later."""
-    ours = response.headers.get("content-type", "").startswith("application/msgpack")
-    if response.is_success or ours:
+    kind = next((value for name, value in response.headers if name.lower() == b"content-type"), b"")
+    if 200 <= response.status < 300 or kind.startswith(b"application/msgpack"):
         return body
     message = _json(body)
     if isinstance(message, dict) and "error" in message:
-        raise error_from(response.status_code, str(message["error"]))
+        raise error_from(response.status, str(message["error"]))
     # A proxy in front of the policy answers for it while a replica starts or has died.
-    raise PolicyUnavailableError(f"HTTP {response.status_code} from {response.url}, and not from a policy server")
+    raise PolicyUnavailableError(f"HTTP {response.status} from {address.http}, and not from a policy server")
 
 
 def _json(body: bytes) -> Any:
     try:
-        return httpx.Response(200, content=body).json()
+        return json.loads(body)
     except ValueError:
         return None

@@ -242,9 +242,8 @@ async def _converse(socket: WebSocket, service: PolicyService, session: Session)
                 "policy_timing": {"infer_ms": spent["model_ms"]},
                 "version": answer.version,
             }
-        data = pack(reply)
+        await socket.send_bytes(pack(reply))
         service.answered(answer, "websocket", received)
-        await socket.send_bytes(data)
         previous_ms = (perf_counter() - received) * 1e3
         step += 1
 

@@ -1,5 +1,8 @@
 """Requests that come at the same time become one batch, on one thread, so that the event loop stays free.
 
+Handing a row to the thread and its answer back costs 0.1 ms, more than some policies take. One that has been quick for a
+while therefore acts on the event loop itself, on what came in one turn of the loop, until a batch of it takes longer.
+
 Letters: T observation steps, B batch, H action steps, A action dimensions.
 """
 
@@ -20,6 +23,11 @@ from rlsvc.core.types import MALFORMED
 
 if TYPE_CHECKING:
     from rlsvc.runner import ServedRunner
+
+QUICK_S = 0.0005
+"""Below this a batch is quick: nothing else on the event loop notices that it waited."""
+QUICK_BATCHES = 20
+"""Batches in a row that have to be quick before the event loop acts."""
 
 
 class OverloadedError(RuntimeError):
@@ -90,15 +98,22 @@ class Batcher:
     """
 
     def __init__(
-        self, runner: ServedRunner, *, max_batch: int = 1, wait_s: float = 0.002, max_waiting: int = 256
+        self,
+        runner: ServedRunner,
+        *,
+        max_batch: int = 1,
+        wait_s: float = 0.002,
+        max_waiting: int = 256,
+        quick_s: float = QUICK_S,
     ) -> None:
         """Start the thread.
 
         Args:
-            runner: what acts; called from this batcher's thread only.
+            runner: what acts; called by one thread at a time, this batcher's or the event loop's.
             max_batch: most rows in one call of the runner.
             wait_s: longest that a row waits for others.
             max_waiting: rows waiting beyond which `act` refuses.
+            quick_s: below this a batch is quick.
         """
         if max_batch < 1 or wait_s < 0 or max_waiting < 1:
             raise ValueError(f"max_batch {max_batch}, wait_s {wait_s} or max_waiting {max_waiting} is out of range")
@@ -106,7 +121,11 @@ class Batcher:
         self._max_batch = max_batch
         self._wait_s = wait_s
         self._max_waiting = max_waiting
+        self._quick_s = quick_s
         self._queue: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
+        self._here: list[_Row] = []  # for the event loop's own batch
+        self._acting = threading.Lock()
+        self._quick = 0  # batches in a row
         self._busy_since: float | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rlsvc-policy", daemon=True)
@@ -131,11 +150,16 @@ class Batcher:
         """
         if self._closed:
             raise OverloadedError("the policy is shutting down")
-        if self._queue.qsize() >= self._max_waiting:
+        if self._queue.qsize() + len(self._here) >= self._max_waiting:
             raise OverloadedError(f"{self._max_waiting} requests are already waiting for this policy")
         loop = asyncio.get_running_loop()
         row = _Row(observation, seed, step, loop.create_future(), loop, carry, keep)
-        self._queue.put(row)
+        if self._quick < QUICK_BATCHES:
+            self._queue.put(row)
+        else:
+            if not self._here:
+                loop.call_soon(self._act_here)
+            self._here.append(row)
         return await row.future
 
     @property
@@ -157,13 +181,21 @@ class Batcher:
     def _run(self) -> None:
         expected = 1
         while (rows := self._gather(expected)) is not None:
-            # A caller that gave up (closed socket, deadline) costs no work.
-            rows = [row for row in rows if not row.future.done()]
-            if rows:
-                self._busy_since = time.monotonic()
-                self._act(rows)
-                self._busy_since = None
+            with self._acting:
+                self._act(rows, _deliver)
             expected = len(rows)
+
+    def _act_here(self) -> None:
+        """On the event loop: what waits there, unless the thread acts now or a batch was not quick."""
+        rows, self._here = self._here, []
+        while rows and self._quick >= QUICK_BATCHES and self._acting.acquire(blocking=False):
+            batch, rows = rows[: self._max_batch], rows[self._max_batch :]
+            try:
+                self._act(batch, _settle)
+            finally:
+                self._acting.release()
+        for row in rows:
+            self._queue.put(row)
 
     def _gather(self, expected: int) -> list[_Row] | None:
         first = self._queue.get()
@@ -183,20 +215,28 @@ class Batcher:
             rows.append(row)
         return rows
 
-    def _act(self, rows: list[_Row]) -> None:
-        start = time.monotonic()
+    def _act(self, rows: list[_Row], deliver: Callable[[_Row, Answer | Exception], None]) -> None:
+        # A caller that gave up (closed socket, deadline) costs no work.
+        rows = [row for row in rows if not row.future.done()]
+        if not rows:
+            return
+        self._busy_since = start = time.monotonic()
         try:
             answers = self._call(rows, start)
         except Exception as error:
+            self._quick = 0
             if len(rows) == 1:
-                _deliver(rows[0], error)
-                return
-            # One row may have brought the whole batch down: the others must not pay for it.
-            for row in rows:
-                self._act([row])
-            return
-        for row, answer in zip(rows, answers, strict=True):
-            _deliver(row, answer)
+                deliver(rows[0], error)
+            else:
+                # One row may have brought the whole batch down: the others must not pay for it.
+                for row in rows:
+                    self._act([row], deliver)
+        else:
+            self._quick = self._quick + 1 if time.monotonic() - start < self._quick_s else 0
+            for row, answer in zip(rows, answers, strict=True):
+                deliver(row, answer)
+        finally:
+            self._busy_since = None
 
     def _carry(self, rows: list[_Row]) -> Any:
         """The batch's; None where nobody goes on with one, since then none is copied to the device."""
@@ -242,12 +282,17 @@ def _carries(carry: Any, rows: list[_Row]) -> list[Any]:
 
 
 def _deliver(row: _Row, result: Answer | Exception) -> None:
-    settle: Callable[[Any], None] = row.future.set_exception if isinstance(result, Exception) else row.future.set_result
-
-    def set_unless_given_up() -> None:
-        if not row.future.done():
-            settle(result)
-
+    """From the thread."""
     # The loop may have closed under a request that was under way at shutdown: nobody waits for the answer then.
     with contextlib.suppress(RuntimeError):
-        row.loop.call_soon_threadsafe(set_unless_given_up)
+        row.loop.call_soon_threadsafe(_settle, row, result)
+
+
+def _settle(row: _Row, result: Answer | Exception) -> None:
+    """On the row's own loop."""
+    if row.future.done():
+        return
+    if isinstance(result, Exception):
+        row.future.set_exception(result)
+    else:
+        row.future.set_result(result)

@@ -1,13 +1,14 @@
 """The batcher: batching is invisible in the answers, and one bad row is nobody else's problem."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 from serving_fakes import POISON, SMALL_CONTRACT, FakeRunner, expected_action
 
 from rlsvc.core.types import MALFORMED, ActionChunk
-from rlsvc.serve.batcher import Batcher, NoActionError, OverloadedError
+from rlsvc.serve.batcher import QUICK_BATCHES, Batcher, NoActionError, OverloadedError
 
 
 def row(value: float) -> dict[str, np.ndarray]:
@@ -166,3 +167,105 @@ def test_busy_time_is_seen_while_a_batch_runs(runner, batcher):
     assert asyncio.run(scenario()) > 0.05
     batcher.close()  # the answer leaves before the batch ends
     assert batcher.busy_s() == 0.0
+
+
+class TimedRunner(FakeRunner):
+    """Says which threads called it, fails when two of them are in it at once, and may hold one of its calls."""
+
+    hold_at: int | None = None
+
+    def __init__(self, contract):
+        super().__init__(contract)
+        self.threads: list[str] = []
+        self.entered = threading.Lock()
+
+    def act(self, *arguments):
+        assert self.entered.acquire(blocking=False), "two threads act at once"
+        try:
+            self.threads.append(threading.current_thread().name)
+            if len(self.threads) == self.hold_at:
+                self.open.clear()
+            return super().act(*arguments)
+        finally:
+            self.entered.release()
+
+
+@pytest.fixture
+def timed():
+    """A runner, and a batcher for which half a second is quick."""
+    runner = TimedRunner(SMALL_CONTRACT)
+    batcher = Batcher(runner, max_batch=8, quick_s=0.5)
+    yield runner, batcher
+    batcher.close()
+
+
+async def act_until_quick(batcher):
+    for _ in range(QUICK_BATCHES):
+        await batcher.act(row(1.0), 0, 0)
+
+
+def test_a_policy_that_has_been_quick_acts_on_the_event_loop_and_one_that_was_slow_on_its_thread_again(timed):
+    runner, batcher = timed
+
+    async def scenario():
+        await act_until_quick(batcher)
+        quick = await batcher.act(row(2.0), 3, 4)
+        runner.seconds = 0.6
+        await batcher.act(row(1.0), 0, 0)
+        runner.seconds = 0.0
+        await batcher.act(row(1.0), 0, 0)
+        return quick
+
+    answer = asyncio.run(scenario())
+    assert runner.threads[:QUICK_BATCHES] == ["rlsvc-policy"] * QUICK_BATCHES
+    assert runner.threads[QUICK_BATCHES:] == ["MainThread", "MainThread", "rlsvc-policy"]
+    np.testing.assert_array_equal(answer.action, expected_action(np.full((1, 3), 2.0), 3, 4))
+
+
+def test_rows_of_one_turn_of_the_event_loop_are_batches_there(timed):
+    runner, batcher = timed
+
+    async def scenario():
+        await act_until_quick(batcher)
+        return await act_all(batcher, range(20))
+
+    answers = asyncio.run(scenario())
+    assert runner.batches[QUICK_BATCHES:] == [8, 8, 4]
+    for i, answer in enumerate(answers):
+        np.testing.assert_array_equal(answer.action, expected_action(np.full((1, 3), i), i, i))
+
+
+def test_a_row_that_breaks_the_policy_on_the_event_loop_fails_alone_and_ends_its_acting_there(timed):
+    runner, batcher = timed
+
+    async def scenario():
+        await act_until_quick(batcher)
+        answers = await act_all(batcher, [1.0, POISON, 3.0])
+        await batcher.act(row(1.0), 0, 0)
+        return answers
+
+    answers = asyncio.run(scenario())
+    assert [isinstance(answer, RuntimeError) for answer in answers] == [False, True, False]
+    assert runner.threads[-1] == "rlsvc-policy"
+
+
+def test_the_event_loop_and_the_thread_never_act_at_the_same_time(timed):
+    runner, _ = timed
+    batcher = Batcher(runner, max_batch=1, quick_s=0.5)
+    runner.hold_at = QUICK_BATCHES + 1
+
+    async def scenario():
+        for _ in range(QUICK_BATCHES - 1):
+            await batcher.act(row(1.0), 0, 0)
+        # The last that has to be quick, and one that waits behind it and then holds the thread.
+        waiting = asyncio.ensure_future(act_all(batcher, range(2)))
+        await asyncio.sleep(0.05)
+        late = asyncio.ensure_future(act_all(batcher, [3.0]))
+        await asyncio.sleep(0.05)
+        runner.open.set()
+        return [*await waiting, *await late]
+
+    answers = asyncio.run(scenario())
+    batcher.close()
+    assert [answer.version for answer in answers] == ["fake-1"] * 3
+    assert runner.threads == ["rlsvc-policy"] * (QUICK_BATCHES + 2)
