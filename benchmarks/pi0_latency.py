@@ -67,22 +67,31 @@ def contract_of(spec: Pi0Spec, views: int) -> Contract:
     return Contract({**features, "observation.state": vector}, vector, 50.0, 1, spec.n_action_steps)
 
 
+def random_params(policy: Pi0Policy) -> Any:
+    """Weights drawn at random, bf16, on the device."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(policy.init, jax.random.key(0)))
+    draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
+    return jax.tree.unflatten(tree, [draw(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)])
+
+
+def random_runner(spec: Pi0Spec, views: int, batch_sizes: tuple[int, ...], params: Any = None) -> PolicyRunner:
+    """A runner of the policy, with these weights or others drawn at random."""
+    contract = contract_of(spec, views)
+    normalizer = Normalizer.identity({**contract.observation, "action": contract.action})
+    bundle = Bundle("x" * 64, spec.model_dump(mode="json"), "bf16", contract, normalizer, {}, {}, Path())
+    runner = PolicyRunner(bundle, batch_sizes=batch_sizes)
+    runner.set_params(random_params(Pi0Policy(spec, contract, jnp.bfloat16)) if params is None else params, "random")
+    return runner
+
+
 class Ours:
     """PolicyRunner, and the parts of its policy."""
 
     def __init__(self, spec: Pi0Spec, views: int, batch: int) -> None:
-        contract = contract_of(spec, views)
-        normalizer = Normalizer.identity({**contract.observation, "action": contract.action})
-        bundle = Bundle("x" * 64, spec.model_dump(mode="json"), "bf16", contract, normalizer, {}, {}, Path())
-        self.runner = PolicyRunner(bundle, batch_sizes=(batch,))
-        self.policy = Pi0Policy(spec, contract, jnp.bfloat16)
-        shapes = jax.eval_shape(self.policy.init, jax.random.key(0))
-        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-        leaves, tree = jax.tree.flatten(shapes)
-        draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
-        random = [draw(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
-        self.params = jax.tree.unflatten(tree, random)
-        self.runner.set_params(self.params, "random")
+        self.policy = Pi0Policy(spec, contract_of(spec, views), jnp.bfloat16)
+        self.params = random_params(self.policy)
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        self.runner = random_runner(spec, views, (batch,), self.params)
         self.rng, self.views, self.batch, self.spec = np.random.default_rng(0), views, batch, spec
 
     def act_ms(self) -> float:
@@ -111,11 +120,12 @@ class Ours:
         read = jax.jit(lambda p, o: net(p).read(o))
         cache, valid = read(self.params, observation)
         x, t = jnp.zeros((b, spec.horizon, ACTION)), jnp.full(b, 0.5)
-        velocity = jax.jit(lambda p, o, x, t, c, v: net(p).velocity(o, x, t, c, v))
+        seen = jax.jit(lambda p, o, c, v: net(p).seen(o, c, v))(self.params, observation, cache, valid)
+        velocity = jax.jit(lambda p, s, x, t: net(p).velocity(s, x, t))
         times = {
             "vision tower": median_ms(lambda: tower(self.params, images)),
             "tower and backbone": median_ms(lambda: read(self.params, observation)),
-            "one Euler step": median_ms(lambda: velocity(self.params, observation, x, t, cache, valid)),
+            "one Euler step": median_ms(lambda: velocity(self.params, seen, x, t)),
         }
         return {**times, f"{spec.sample_steps} Euler steps": times["one Euler step"] * spec.sample_steps}
 
@@ -257,6 +267,7 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, default=8, help="of the throughput that is printed besides; 0 leaves it out"
     )
+    parser.add_argument("--no-parts", action="store_true", help="without the breakdown, which compiles each part")
     parser.add_argument("--profile", action="store_true", help="also which kernels a chunk is made of")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to try the script; nothing is stored")
     args = parser.parse_args()
@@ -290,7 +301,7 @@ def main() -> None:
             if store and views == (3 if whose == "openpi" else 2):
                 kw |= {"low": peer[1] / high, "high": peer[2] / low}
                 write_result(f"pi0_speedup_{whose}", peer[0] / median, "ratio", peer=name, peer_value=peer[0], **kw)
-        for name, ms in ours.parts().items():
+        for name, ms in ({} if args.no_parts else ours.parts()).items():
             print(f"    {name}: {ms:.2f} ms", flush=True)
         if args.profile:
             found = sorted(kernels(ours.act_ms).items(), key=lambda item: -item[1][0])

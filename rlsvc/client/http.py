@@ -42,7 +42,7 @@ class HttpLink:
         self._options = options
         self._policy = policy
         self._path = ""
-        self._headers = {**options.headers, **_MSGPACK}
+        self._headers = _headers(options)
         self._pool: httpcore.ConnectionPool | None = None
 
     @property
@@ -76,9 +76,7 @@ class HttpLink:
             raise PolicyUnavailableError(f"the connection to {self._address.http} was lost")
         url, extensions = self._address.http + path, _timeouts(self._options, deadline)
         try:
-            with self._pool.stream(
-                method, url, headers=self._headers, content=data, extensions=extensions
-            ) as response:
+            with self._pool.stream(method, url, headers=self._headers, content=data, extensions=extensions) as response:
                 body = bytearray()
                 for piece in response.iter_stream():
                     # A timeout is for one read: a server that trickles must not outlive the deadline.
@@ -98,7 +96,7 @@ class AsyncHttpLink:
         self._options = options
         self._policy = policy
         self._path = ""
-        self._headers = {**options.headers, **_MSGPACK}
+        self._headers = _headers(options)
         self._pool: httpcore.AsyncConnectionPool | None = None
 
     @property
@@ -180,6 +178,10 @@ def translate(error: Exception, address: Address, deadline: Deadline) -> Excepti
     if isinstance(error, httpcore.ConnectError):
         return PolicyUnavailableError(f"{address.http} cannot be reached: {error}")
     return PolicyUnavailableError(f"the connection to {address.http} was lost: {error or type(error).__name__}")
+
+
+def _headers(options: ClientOptions) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in {**options.headers, **_MSGPACK}.items()]
 
 
 def _timeouts(options: ClientOptions, deadline: Deadline) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,8 @@ from rlsvc.spec.pi0 import GemmaSpec, LoraSpec
 EPS = 1e-6
 
 
-class Cache(NamedTuple):
-    """Keys and values of tokens that were seen before, of every layer: [D, B, S, K, H] each."""
-
-    k: Float[Array, "d b s k h"]
-    v: Float[Array, "d b s k h"]
+type Cache = Float[Array, "d 2 b _s k h"]
+"""Keys, then values, of tokens that were seen before, of every layer."""
 
 
 class Expert(nnx.Module):
@@ -130,17 +127,29 @@ def attention(
     v: Float[Array, "b s k h"],
     mask: Bool[Array, "b q s"],
 ) -> Float[Array, "b q n*h"]:
-    """Grouped-query attention; logits and softmax in float32.
+    """Grouped-query attention, its queries scaled already; logits and softmax in float32.
 
-    Tokens and the heads of a group stay beside each other, so that with one group nothing is transposed.
+    A token's heads of a group are rows beside each other of one product, so that with one group nothing is transposed.
     """
     b, t, n, h = q.shape
-    groups = k.shape[2]
-    q = (q * h**-0.5).reshape(b, t, groups, n // groups, h)
-    logits = jnp.einsum("btkgh,bskh->bktgs", q, k, preferred_element_type=jnp.float32)
+    s, groups = k.shape[1:3]
+    q = q.reshape(b, t, groups, n // groups, h).swapaxes(1, 2).reshape(b, groups, -1, h)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    batch = ((0, 1), (0, 1))
+    logits = jax.lax.dot_general(q, k, (((3,), (3,)), batch), preferred_element_type=jnp.float32)
+    logits = logits.reshape(b, groups, t, n // groups, s)
     logits = jnp.where(mask[:, None, :, None], logits, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    return jnp.einsum("bktgs,bskh->btkgh", weights, v).reshape(b, t, n * h)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype).reshape(b, groups, -1, s)
+    mixed = jax.lax.dot_general(weights, v, (((3,), (2,)), batch))
+    return mixed.reshape(b, groups, t, -1, h).swapaxes(1, 2).reshape(b, t, n * h)
+
+
+def _beside(q: Float[Array, "1 q n h"], seen: Float[Array, "2 1 s k h"]) -> tuple[Array, Array]:
+    """Both as they are, but parts of one array, which one kernel of a GPU turns and fills; products read the parts."""
+    h = q.shape[-1]
+    joined = jax.lax.optimization_barrier(jnp.concatenate([q.reshape(-1, h), seen.reshape(-1, h)]))
+    end = q.size // h
+    return joined[:end].reshape(q.shape), joined[end:].reshape(seen.shape)
 
 
 def transformer(
@@ -178,8 +187,8 @@ def transformer(
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
 
     def layer(
-        xs: list[Array], inputs: tuple[list[dict[str, Array]], Cache | None]
-    ) -> tuple[list[Array], tuple[Array, Array]]:
+        xs: list[Array], inputs: tuple[list[dict[str, Array]], Float[Array, "2 b _s k h"] | None]
+    ) -> tuple[list[Array], Float[Array, "2 b s k h"]]:
         weights, past = inputs
         normal = [_norm(e, w, "attention_norm", x, c) for (e, _, c), w, x in zip(parts, weights, xs, strict=True)]
         joined = [
@@ -188,11 +197,12 @@ def transformer(
         ]
         qkv = jnp.concatenate(joined, axis=1)
         q, keys, values = qkv[:, :, :n], qkv[:, :, n : n + k], qkv[:, :, n + k :]
-        q, keys = rope(q, positions), rope(keys, positions)
+        q, seen = rope(q, positions) * h**-0.5, jnp.stack([rope(keys, positions), values])
         if past is not None:
-            keys = jnp.concatenate([past.k.astype(keys.dtype), keys], axis=1)
-            values = jnp.concatenate([past.v.astype(values.dtype), values], axis=1)
-        mixed = attention(q, keys, values, mask)
+            seen = jnp.concatenate([past.astype(seen.dtype), seen], axis=2)
+            if len(q) == 1:  # the parts of several rows would not lie in one piece
+                q, seen = _beside(q, seen)
+        mixed = attention(q, seen[0], seen[1], mask)
         out = []
         for i, ((e, _, c), w, x, (_, gate)) in enumerate(zip(parts, weights, xs, normal, strict=True)):
             own = mixed[:, ends[i] - lengths[i] : ends[i]]
@@ -201,14 +211,14 @@ def transformer(
             gated, up = jnp.split(product(y, w, "gate_up", e.dtype, e.lora), 2, axis=-1)
             x = _add(x, product(jax.nn.gelu(gated) * up, w, "down", e.dtype, e.lora), gate)
             out.append(x)
-        return out, (keys, values)
+        return out, seen
 
     stacks = [{name: value[...] for name, value in e.layers.items()} for e, _, _ in parts]
     step = jax.checkpoint(layer, prevent_cse=False) if remat else layer
     start = [rows(t.astype(e.dtype)) for e, t, _ in parts]
-    xs, (keys, values) = jax.lax.scan(step, start, (stacks, cache), unroll=unroll)
+    xs, seen = jax.lax.scan(step, start, (stacks, cache), unroll=unroll)
     done = iter([e.final(x, c) for (e, _, c), x in zip(parts, xs, strict=True)])
-    return [None if t is None else next(done) for t in tokens], Cache(keys, values)
+    return [None if t is None else next(done) for t in tokens], seen
 
 
 def _norm(

@@ -21,13 +21,14 @@ of a chunk, H horizon, A action dimensions with padding, W width of the expert.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from rlsvc.core.contract import Contract
 from rlsvc.core.errors import ContractError
@@ -61,6 +62,22 @@ def time_features(t: Float[Array, " n"], dim: int) -> Float[Array, "n dim"]:
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
+class Seen(NamedTuple):
+    """What the expert's tokens see, the same in every Euler step.
+
+    Attributes:
+        cache: keys and values of images and prompt.
+        state: the token before the actions; None for a pi0.5.
+        mask: which of all S keys, their own the last, each of its T tokens sees.
+        positions: of its tokens.
+    """
+
+    cache: Cache
+    state: Float[Array, "b 1 w"] | None
+    mask: Bool[Array, "b t s"]
+    positions: Int[Array, "b t"]
+
+
 class Pi0Net(VisionLanguageNet):
     """Vision tower, backbone, expert, and what brings states, actions and time to the expert's width."""
 
@@ -69,7 +86,8 @@ class Pi0Net(VisionLanguageNet):
     def __init__(self, spec: Pi0Spec, contract: Contract, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         super().__init__(spec, contract, dtype=dtype, rngs=rngs)
         self.vectors = vectors(contract)
-        a, w = action_dim(spec, contract), spec.expert.width
+        self.action_dim = a = action_dim(spec, contract)
+        w = spec.expert.width
         pi05 = spec.variant == "pi05"
         self.expert = Expert(spec.expert, adaptive=pi05, lora=spec.lora_expert, dtype=dtype, rngs=rngs)
         # The few numbers of a robot stay float32.
@@ -78,47 +96,51 @@ class Pi0Net(VisionLanguageNet):
         self.state_in = None if pi05 else Linear(a, w, **kw)
         self.time1, self.time2 = Linear(w if pi05 else 2 * w, w, **kw), Linear(w, w, **kw)
 
-    def suffix(
-        self, observation: dict[str, Array], x: Float[Array, "b h a"], t: Float[Array, " b"]
-    ) -> tuple[Float[Array, "b s w"], Bool[Array, " s"], Float[Array, "b w"] | None]:
-        """The expert's tokens, where their blocks begin, and the condition of its norms."""
-        b, h, _ = x.shape
-        actions, time = self.action_in(x), time_features(t, self.spec.expert.width)
-        starts = jnp.arange(h) == 0
+    def state_token(self, observation: dict[str, Array]) -> Float[Array, "b 1 w"] | None:
+        """The expert's first token; None for a pi0.5."""
         if self.state_in is None:
-            return actions, starts, jax.nn.silu(self.time2(jax.nn.silu(self.time1(time))))
+            return None
+        parts = [observation[k].reshape(observation[k].shape[0], -1).astype(jnp.float32) for k in self.vectors]
+        return self.state_in(padded(jnp.concatenate(parts, axis=-1), self.action_dim))[:, None]
+
+    def suffix(
+        self, state: Float[Array, "b 1 w"] | None, x: Float[Array, "b h a"], t: Float[Array, " b"]
+    ) -> tuple[Float[Array, "b s w"], Float[Array, "b w"] | None]:
+        """The expert's tokens, and the condition of its norms."""
+        actions, time = self.action_in(x), time_features(t, self.spec.expert.width)
+        if state is None:
+            return actions, jax.nn.silu(self.time2(jax.nn.silu(self.time1(time))))
         both = jnp.concatenate([actions, jnp.broadcast_to(time[:, None], actions.shape)], axis=-1)
-        actions = self.time2(jax.nn.silu(self.time1(both)))
-        state = jnp.concatenate([observation[k].reshape(b, -1).astype(jnp.float32) for k in self.vectors], axis=-1)
-        state = self.state_in(padded(state, x.shape[-1]))[:, None]
-        return jnp.concatenate([state, actions], axis=1), jnp.concatenate([jnp.ones(1, bool), starts]), None
+        return jnp.concatenate([state, self.time2(jax.nn.silu(self.time1(both)))], axis=1), None
+
+    def starts(self, length: int) -> Bool[Array, " s"]:
+        """Where the blocks of so many of the expert's tokens begin: at the state, and at the first action."""
+        return jnp.arange(length) <= (self.state_in is not None)
+
+    def seen(self, observation: dict[str, Array], cache: Cache, valid: Bool[Array, "b p"]) -> Seen:
+        """Beside the keys and values of images and prompt, of which `valid` are there."""
+        state, b = self.state_token(observation), valid.shape[0]
+        length = self.spec.horizon + (state is not None)
+        # To whole tiles of a matrix product, once, rather than before every product.
+        t = length + -length % TILE
+        own = jnp.broadcast_to(block_mask(jnp.arange(t)[None] < length, self.starts(t)), (b, t, t))
+        before = jnp.broadcast_to(valid[:, None], (b, t, valid.shape[1]))
+        positions = valid.sum(1, dtype=jnp.int32)[:, None] + jnp.arange(t)[None]
+        return Seen(cache, state, jnp.concatenate([before, own], axis=-1), positions)
 
     def velocity(
-        self,
-        observation: dict[str, Array],
-        x: Float[Array, "b h a"],
-        t: Float[Array, " b"],
-        cache: Cache,
-        valid: Bool[Array, "b p"],
-        remat: bool = False,
+        self, seen: Seen, x: Float[Array, "b h a"], t: Float[Array, " b"], remat: bool = False
     ) -> Float[Array, "b h a"]:
-        """v(x, t) given the keys and values of images and prompt."""
-        tokens, starts, condition = self.suffix(observation, x, t)
+        """v(x, t) given what the actions' tokens see."""
+        tokens, condition = self.suffix(seen.state, x, t)
         length = tokens.shape[1]
-        # To whole tiles of a matrix product, once, rather than before every product.
-        rows = (0, -length % TILE)
-        tokens, starts = jnp.pad(tokens, ((0, 0), rows, (0, 0))), jnp.pad(starts, rows)
-        b, s, _ = tokens.shape
-        own = jnp.broadcast_to(block_mask(jnp.arange(s)[None] < length, starts), (b, s, s))
-        seen = jnp.broadcast_to(valid[:, None], (b, s, valid.shape[1]))
-        positions = valid.sum(1, dtype=jnp.int32)[:, None] + jnp.arange(s)[None]
         (out,), _ = transformer(
             [self.expert],
-            [tokens],
-            jnp.concatenate([seen, own], axis=-1),
-            positions,
+            [jnp.pad(tokens, ((0, 0), (0, seen.positions.shape[1] - length), (0, 0)))],
+            seen.mask,
+            seen.positions,
             conditions=[condition],
-            cache=cache,
+            cache=seen.cache,
             remat=remat,
             unroll=self._unroll,
         )
@@ -167,10 +189,10 @@ def flow_loss(
     """
     observation, (x, wanted) = batch["observation"], noisy(batch, noise, t)
     prefix, valid = net.prefix(observation, key)
-    suffix, starts, condition = net.suffix(observation, x, t)
+    suffix, condition = net.suffix(net.state_token(observation), x, t)
     b, s, _ = suffix.shape
     valid = jnp.concatenate([valid, jnp.ones((b, s), bool)], axis=1)
-    starts = jnp.concatenate([jnp.zeros(prefix.shape[1], bool), starts])
+    starts = jnp.concatenate([jnp.zeros(prefix.shape[1], bool), net.starts(s)])
     (_, out), _ = transformer(
         [net.backbone, net.expert],
         [prefix, suffix],
@@ -218,8 +240,8 @@ def insulated_loss(
     last = p - observation[PROMPT_MASK].shape[1] + observation[PROMPT_MASK].sum(1, dtype=jnp.int32) - 1
     before = jnp.concatenate([out[jnp.arange(b), last][:, None], out[:, p:-1]], axis=1)
     token_loss, accuracy = cross_entropy(net.logits(before), said, learn)
-    read = Cache(*(jax.lax.stop_gradient(part[:, :, :p]) for part in cache))
-    loss = velocity_error(net.velocity(observation, x, t, read, valid, net.spec.remat), wanted, batch["mask"])
+    seen = net.seen(observation, jax.lax.stop_gradient(cache[:, :, :, :p]), valid)
+    loss = velocity_error(net.velocity(seen, x, t, net.spec.remat), wanted, batch["mask"])
     total = token_loss + net.spec.insulate.alpha * loss
     return total, {"loss": total, "flow_loss": loss, "token_loss": token_loss, "token_accuracy": accuracy}
 
@@ -228,11 +250,11 @@ def sample(
     net: Pi0Net, observation: dict[str, Array], noise: Float[Array, "b h a"], steps: int
 ) -> Float[Array, "b h a"]:
     """Euler steps from noise at t = 1 to actions at t = 0, [B, H, A] normalised and padded."""
-    cache, valid = net.read(observation)
+    seen = net.seen(observation, *net.read(observation))
 
     def step(x: Array, i: Array) -> tuple[Array, None]:
         t = jnp.full(x.shape[0], 1 - i / steps)
-        return x - net.velocity(observation, x, t, cache, valid) / steps, None
+        return x - net.velocity(seen, x, t) / steps, None
 
     return jax.lax.scan(step, noise, jnp.arange(steps, dtype=jnp.float32))[0]
 
@@ -252,13 +274,13 @@ def sample_from(
         min(max_guidance, (1 - tau) / (tau r^2)) (old - a)^T diag(weight) da/dx,    a = x - t v(x, t),
         r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2)                                               (eq. 2 to 4 there).
     """
-    cache, valid = net.read(observation)
+    seen = net.seen(observation, *net.read(observation))
 
     def step(x: Array, i: Array) -> tuple[Array, None]:
         t = 1 - i / steps
 
         def predicted(x: Array) -> tuple[Array, Array]:
-            v = net.velocity(observation, x, jnp.full(x.shape[0], t), cache, valid)
+            v = net.velocity(seen, x, jnp.full(x.shape[0], t))
             return x - t * v, v
 
         a, pull, v = jax.vjp(predicted, x, has_aux=True)

@@ -108,7 +108,7 @@ class Pi0FastNet(VisionLanguageNet):
             unroll=self._unroll,
         )
         assert out is not None
-        return self.logits(out)[:, 0], Cache(grown.k[:, :, -1:], grown.v[:, :, -1:])
+        return self.logits(out)[:, 0], grown[:, :, :, -1:]
 
 
 def token_loss(net: Pi0FastNet, batch: Batch, key: Key[Array, ""] | None) -> tuple[Float[Array, ""], Metrics]:
@@ -149,7 +149,7 @@ def decode(
     """
     cache, valid, logits, first = net.read(observation)
     b, p = valid.shape
-    room = [(0, 0), (0, 0), (0, most), (0, 0), (0, 0)]
+    room = [(0, 0), (0, 0), (0, 0), (0, most), (0, 0), (0, 0)]
     seen, place = jnp.pad(valid, ((0, 0), (0, most))), jnp.arange(p + most)
 
     def going(now: Decoding) -> Bool[Array, ""]:
@@ -164,9 +164,7 @@ def decode(
         token = jnp.where(now.ended, PAD, token.astype(jnp.int32))
         decoded = (place >= p) & (place < p + now.count)
         logits, new = net.step(token, first + now.count, now.cache, seen | decoded[None])
-        cache = jax.tree.map(
-            lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, p + now.count, axis=2), now.cache, new
-        )
+        cache = jax.lax.dynamic_update_slice_in_dim(now.cache, new, p + now.count, axis=3)
         ended = now.ended | (token == END)
         return Decoding(now.count + 1, logits, now.tokens.at[:, now.count].set(token), ended, cache)
 
@@ -175,7 +173,7 @@ def decode(
         logits,
         jnp.full((b, most), PAD, jnp.int32),
         jnp.zeros(b, bool),
-        jax.tree.map(lambda x: jnp.pad(x, room), cache),
+        jnp.pad(cache, room),
     )
     return jax.lax.while_loop(going, step, start).tokens
 

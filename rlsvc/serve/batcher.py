@@ -1,7 +1,7 @@
 """Requests that come at the same time become one batch, on one thread, so that the event loop stays free.
 
-Handing a row to the thread and its answer back costs 0.1 ms, more than some policies take. One that has been quick for a
-while therefore acts on the event loop itself, on what came in one turn of the loop, until a batch of it takes longer.
+Handing a row to the thread and its answer back costs 0.1 ms, more than some policies take. One that has been quick for
+a while therefore acts on the event loop itself, on what came in one turn of the loop, until a batch of it takes longer.
 
 Letters: T observation steps, B batch, H action steps, A action dimensions.
 """

@@ -26,11 +26,11 @@ class PolicyReplica:
     counters, and the episodes of clients that keep none (`rlsvc.serve.session`).
     Waits for: the policy's thread, at most `deadline_s` for a request; the event loop itself waits for a policy only
     while each of its batches is over within half a millisecond (`rlsvc.serve.batcher`). Should such a one hang, Serve's
-    own health check goes unanswered, and it replaces this replica. When a client dies its request is dropped before its batch starts, or its answer is thrown away. When the
-    proxy dies Serve restarts it; clients connect anew and ask again. When this replica dies Serve starts another;
-    requests under way are lost, and asking again is harmless, since a request's seed and step decide its answer;
-    episodes that it kept are lost too, and their robots are told so. When the Serve controller dies this replica goes
-    on answering.
+    own health check goes unanswered, and it replaces this replica. When a client dies its request is dropped before its
+    batch starts, or its answer is thrown away. When the proxy dies Serve restarts it; clients connect anew and ask
+    again. When this replica dies Serve starts another; requests under way are lost, and asking again is harmless, since
+    a request's seed and step decide its answer; episodes that it kept are lost too, and their robots are told so. When
+    the Serve controller dies this replica goes on answering.
     """
 
     async def __init__(self, deployment: Deployment) -> None:

@@ -73,7 +73,7 @@ def tiny():
     @jax.jit
     def act(params, observation):
         net = policy.net(params)
-        return sample(net, observation, noise, 2), net.read(observation)[0].k
+        return sample(net, observation, noise, 2), net.read(observation)[0][:, 0]
 
     return policy, params, observation, act
 
