@@ -28,6 +28,8 @@ QUICK_S = 0.0005
 """Below this a batch is quick: nothing else on the event loop notices that it waited."""
 QUICK_BATCHES = 20
 """Batches in a row that have to be quick before the event loop acts."""
+WAIT_SHARE, WAIT_SHARE_IN_ALL = 0.2, 0.5
+"""Of what a batch took: for so long the next one of those whom it answered is waited for, and all of them."""
 
 
 class OverloadedError(RuntimeError):
@@ -91,10 +93,12 @@ class _Row:
 class Batcher:
     """Gathers rows into batches for a runner.
 
-    Rows that came while the model was busy go together at once. Beyond that the first row waits at most `wait_s`, and
-    only while
-    the batch is smaller than the one before it: one client alone is never made to wait, and clients that act in step
-    are kept together. A row's answer does not depend on its batch (the runner's promise).
+    Rows that came while the model was busy go together at once. Beyond that the first row waits for others, at most
+    `wait_s`, and only while fewer have come than there are callers about: those whom the batch before answered, and
+    those who waited for its end. Where they all ask again at once they would take turns for ever in two halves, and
+    images take their time on a network: so the wait may also last for `WAIT_SHARE` of the batch before, from its end
+    and again from each row that comes. One client alone is never made to wait. A row's answer does not depend on its
+    batch (the runner's promise).
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class Batcher:
         Args:
             runner: what acts; called by one thread at a time, this batcher's or the event loop's.
             max_batch: most rows in one call of the runner.
-            wait_s: longest that a row waits for others.
+            wait_s: longest that a row waits for others; 0 for no waiting at all.
             max_waiting: rows waiting beyond which `act` refuses.
             quick_s: below this a batch is quick.
         """
@@ -126,6 +130,8 @@ class Batcher:
         self._here: list[_Row] = []  # for the event loop's own batch
         self._acting = threading.Lock()
         self._quick = 0  # batches in a row
+        self._about = 1  # callers, when the last batch was over
+        self._ended, self._took = 0.0, 0.0  # of the last batch
         self._busy_since: float | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rlsvc-policy", daemon=True)
@@ -179,11 +185,9 @@ class Batcher:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        expected = 1
-        while (rows := self._gather(expected)) is not None:
+        while (rows := self._gather()) is not None:
             with self._acting:
                 self._act(rows, _deliver)
-            expected = len(rows)
 
     def _act_here(self) -> None:
         """On the event loop: what waits there, unless the thread acts now or a batch was not quick."""
@@ -197,14 +201,16 @@ class Batcher:
         for row in rows:
             self._queue.put(row)
 
-    def _gather(self, expected: int) -> list[_Row] | None:
+    def _gather(self) -> list[_Row] | None:
         first = self._queue.get()
         if first is None:
             return None
         rows = [first]
-        deadline = time.monotonic() + self._wait_s
+        now = time.monotonic()
+        deadline = max(now + self._wait_s, self._ended + WAIT_SHARE * self._took) if self._wait_s else now
+        last = self._ended + WAIT_SHARE_IN_ALL * self._took if self._wait_s else now
         while len(rows) < self._max_batch:
-            remaining = deadline - time.monotonic() if len(rows) < expected else 0.0
+            remaining = deadline - time.monotonic() if len(rows) < self._about else 0.0
             try:
                 row = self._queue.get(timeout=remaining) if remaining > 0 else self._queue.get_nowait()
             except queue.Empty:
@@ -213,6 +219,7 @@ class Batcher:
                 self._queue.put(None)  # close: this batch is answered first
                 break
             rows.append(row)
+            deadline = max(deadline, min(time.monotonic() + WAIT_SHARE * self._took, last))
         return rows
 
     def _act(self, rows: list[_Row], deliver: Callable[[_Row, Answer | Exception], None]) -> None:
@@ -232,7 +239,11 @@ class Batcher:
                 for row in rows:
                     self._act([row], deliver)
         else:
-            self._quick = self._quick + 1 if time.monotonic() - start < self._quick_s else 0
+            ended = time.monotonic()
+            self._quick = self._quick + 1 if ended - start < self._quick_s else 0
+            # Before those who are answered now ask again.
+            self._about = len(rows) + self._queue.qsize()
+            self._ended, self._took = ended, ended - start
             for row, answer in zip(rows, answers, strict=True):
                 deliver(row, answer)
         finally:

@@ -70,6 +70,44 @@ def test_clients_that_act_in_step_are_kept_together(runner, batcher):
     assert len(runner.batches) <= 15  # of the 40 that it would take one by one
 
 
+def test_clients_that_took_turns_in_two_halves_come_together(runner):
+    """Each asks again 5 ms after its answer, which is more than a row waits for others."""
+    runner.seconds = 0.2
+    batcher = Batcher(runner, max_batch=8, wait_s=0.001)
+
+    async def client(i, begin_s):
+        await asyncio.sleep(begin_s)
+        for _ in range(6):
+            await batcher.act(row(i), 0, 0)
+            await asyncio.sleep(0.005)
+
+    async def scenario():
+        await asyncio.gather(*(client(i, 0.0 if i < 3 else 0.1) for i in range(8)))
+
+    asyncio.run(scenario())
+    batcher.close()
+    assert runner.batches[0] < 8
+    assert runner.batches.count(8) >= 4
+
+
+def test_without_a_wait_nobody_is_waited_for(runner):
+    runner.seconds = 0.1
+    batcher = Batcher(runner, max_batch=8, wait_s=0.0)
+
+    async def scenario():
+        first = asyncio.ensure_future(batcher.act(row(1.0), 0, 0))
+        await asyncio.sleep(0.05)
+        late = asyncio.ensure_future(batcher.act(row(2.0), 0, 0))
+        await first
+        await asyncio.sleep(0.005)
+        again = asyncio.ensure_future(batcher.act(row(3.0), 0, 0))
+        await asyncio.gather(late, again)
+
+    asyncio.run(scenario())
+    batcher.close()
+    assert runner.batches == [1, 1, 1]
+
+
 def test_a_row_that_breaks_the_policy_fails_alone(runner, batcher):
     async def scenario():
         runner.open.clear()
@@ -202,6 +240,7 @@ def timed():
 async def act_until_quick(batcher):
     for _ in range(QUICK_BATCHES):
         await batcher.act(row(1.0), 0, 0)
+    await asyncio.sleep(0.05)  # the thread lets go a moment after its answer
 
 
 def test_a_policy_that_has_been_quick_acts_on_the_event_loop_and_one_that_was_slow_on_its_thread_again(timed):
