@@ -29,8 +29,9 @@ READY = (0.0, -0.6, 0.5, 1.5, 0.0, 0.8)
 MOST = np.array([0.15, 0.15, 0.15, 0.15, 0.3, 0.4])
 """rad by which an action moves the goal of each joint, at most."""
 RATE_HZ, MAX_STEPS = 10, 80
-LIFTED = 0.06
-"""m: the cube's height at success; on the table it is 0.0125."""
+LIFTED, HELD, HOLD_STEPS = 0.06, 0.03, 3
+"""m: the cube's height at success (on the table it is 0.0125), and how near to the grip; for so many steps in a row, or
+a policy would throw it."""
 HALF = 0.0125
 """m: half a side of the cube."""
 OPEN, SHUT = 0.8, -0.1
@@ -51,7 +52,8 @@ class SO101Lift(gymnasium.Env):
     Observation: [17] float32: J angles and J goals of the joints, rad; 10 times the way from the grip to the cube, m;
     sine and cosine of four times the cube's turn about z, since a cube looks the same after a quarter of one.
     Action: [J] in [-1, 1], moves the goals by up to `MOST`. The episode terminates with reward 1 and `is_success` when
-    the cube is above 0.06 m, and is truncated after 80 steps of 0.1 s. All other rewards are 0.
+    the cube has been above 0.06 m in the grip for three steps, and is truncated after 80 steps of 0.1 s. All other
+    rewards are 0.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": RATE_HZ}
@@ -72,7 +74,7 @@ class SO101Lift(gymnasium.Env):
         self.sim.reset(READY, random=self.np_random)
         self.goals = np.array(READY)
         self.sim.command(self.goals)
-        self.steps = 0
+        self.steps = self.held = 0
         return self._observation(), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -82,7 +84,9 @@ class SO101Lift(gymnasium.Env):
         self.sim.command(self.goals)
         self.sim.step(1 / RATE_HZ)
         self.steps += 1
-        success = float(self.sim.cube[2]) > LIFTED
+        high = float(self.sim.cube[2]) > LIFTED and float(np.linalg.norm(self._way())) < HELD
+        self.held = self.held + 1 if high else 0
+        success = self.held >= HOLD_STEPS
         truncated = not success and self.steps >= self.max_steps
         return self._observation(), float(success), success, truncated, {"is_success": success}
 

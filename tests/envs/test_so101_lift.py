@@ -6,7 +6,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from rlsvc.envs import so101_lift
-from rlsvc.envs.so101_lift import LIFTED, MAX_STEPS, MOST, SO101Lift
+from rlsvc.envs.so101_lift import HOLD_STEPS, LIFTED, MAX_STEPS, MOST, SO101Lift
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,26 @@ def test_the_script_lifts_the_cube_wherever_it_lies_and_its_progress_says_so(env
         assert reward == 1
         assert env.sim.cube[2] > LIFTED
         assert progress[-1] > progress[0]
+
+
+def test_a_cube_that_is_thrown_is_not_lifted(env):
+    env.reset(seed=0)
+    at = len(env.sim.angles)
+    for _ in range(10):
+        env.sim.data.qpos[at : at + 3] += (0.05, 0.0, 0.2)
+        _, reward, success, _, info = env.step(np.zeros(6))
+        assert env.sim.cube[2] > LIFTED
+        assert (reward, success, info["is_success"]) == (0, False, False)
+
+
+def test_a_cube_is_lifted_once_it_was_held_high_for_so_many_steps(env):
+    rng = np.random.default_rng(0)
+    env.reset(seed=0)
+    high, success = [], False
+    while not success:
+        success = env.step(env.expert(rng))[2]
+        high.append(env.sim.cube[2] > LIFTED)
+    assert high[-HOLD_STEPS - 1 :] == [False] + [True] * HOLD_STEPS
 
 
 def test_nothing_is_lifted_by_an_arm_that_does_not_move_and_the_episode_ends(env):
