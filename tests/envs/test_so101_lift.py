@@ -44,7 +44,8 @@ def test_a_cube_that_is_thrown_is_not_lifted(env):
     env.reset(seed=0)
     at = len(env.sim.angles)
     for _ in range(10):
-        env.sim.data.qpos[at : at + 3] += (0.05, 0.0, 0.2)
+        env.sim.data.qpos[at : at + 3] = (0.3, 0.3, 0.4)  # far from the arm, and falling
+        env.sim.data.qvel[at:] = 0
         _, reward, success, _, info = env.step(np.zeros(6))
         assert env.sim.cube[2] > LIFTED
         assert (reward, success, info["is_success"]) == (0, False, False)
