@@ -8,6 +8,7 @@ and for what the cluster has `GET /api/v0/nodes` and `GET /api/cluster_status`.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,8 +210,8 @@ class JobsClient:
         while True:
             seen = 0
             try:
-                with self._tail(name) as socket:
-                    for message in socket:
+                with self._tail(name) as tail:
+                    for message in tail:
                         text = message if isinstance(message, str) else message.decode(errors="replace")
                         seen += len(text)
                         if seen > given:
@@ -243,13 +244,19 @@ class JobsClient:
         return text
 
     def _tail(self, name: str) -> ClientConnection:
-        # Pings every 20 s end a connection to a peer that is gone. No compression: Ray's proxy hands the offer on to
-        # the server behind it, and then drops every message.
-        return connect(
+        # No pings: Ray answers none while a job says nothing. No compression: Ray's proxy hands the offer on to the
+        # server behind it, and then drops every message.
+        connection = connect(
             f"ws{self.address.removeprefix('http')}/api/jobs/{quote(name, safe='')}/logs/tail",
             additional_headers=self._headers, max_size=None, open_timeout=10, close_timeout=2, proxy=None,
-            compression=None,
+            compression=None, ping_interval=None,
         )  # fmt: skip
+        # The system's own end a connection to a peer that is gone, within a minute.
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):  # macOS has other names, and two hours
+                connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        return connection
 
     def wait(self, name: str, timeout: float) -> Job:
         """The job once it is over, or as it is after `timeout` s."""

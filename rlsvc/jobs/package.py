@@ -169,8 +169,9 @@ def python_env(packages: str, tree: Path, extras: Sequence[str]) -> PythonEnv:
     """What a job's runtime environment needs for its packages.
 
     cluster: nothing, the nodes have them. uv: `uv run` makes the environment of the tree's lock file, under a name that
-    is the hash of what it is made from, so that a node makes it once; driver and workers start in it. pip: the lock
-    file's packages as pinned requirements in Ray's own `pip` field, which caches by their hash.
+    is the hash of what it is made from, so that a node makes it once; the driver starts in it, and Ray starts the
+    workers of a driver in `uv run` the same way. What uv has to say is in the job's log so. pip: the lock file's
+    packages as pinned requirements in Ray's own `pip` field, which caches by their hash.
 
     Args:
         packages: "cluster", "uv" or "pip".
@@ -194,10 +195,10 @@ def python_env(packages: str, tree: Path, extras: Sequence[str]) -> PythonEnv:
     requirements(tree, flags)  # is refused here rather than on the cluster
     made_from = [(tree / LOCK).read_bytes(), (tree / "pyproject.toml").read_bytes(), "\0".join(extras).encode()]
     digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in made_from)).hexdigest()[:16]
-    run = " ".join(["uv", "run", "--frozen", "--no-dev", "--no-install-project", *flags, "python"])
-    return PythonEnv(
-        {"py_executable": run}, {"UV_PROJECT_ENVIRONMENT": f"${{HOME}}/.cache/rlsvc/environments/{digest}"}, run
-    )
+    run = " ".join(["uv", "run", "--frozen", "--no-dev", *flags, "python"])
+    # The latter, since rlsvc itself, and its images, keep Ray from doing so for whoever uses uv by himself.
+    folder = f"${{HOME}}/.cache/rlsvc/environments/{digest}"
+    return PythonEnv({}, {"UV_PROJECT_ENVIRONMENT": folder, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1"}, run)
 
 
 def requirements(tree: Path, flags: Sequence[str]) -> list[str]:

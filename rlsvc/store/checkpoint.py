@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,9 @@ META = "meta.json"
 STATE = "state"
 EXTRA = "extra.safetensors"
 SCHEMA_VERSION = 1
+
+# Orbax says thirty lines about each checkpoint, which a job's log would be full of.
+logging.getLogger("absl").setLevel(logging.WARNING)
 
 
 def steps(folder: Path) -> list[int]:

@@ -27,6 +27,17 @@ while not pathlib.Path(os.environ["FOLDER"], sys.argv[-1] + ".end").exists():
     time.sleep(0.1)
 """
 
+# Says which environment its driver and a worker have, and then nothing for longer than a WebSocket is pinged for.
+WHERE = """
+import sys, time, ray
+ray.init()
+print("driver in", sys.prefix)
+print("worker in", ray.get(ray.remote(lambda: sys.prefix).remote()), flush=True)
+time.sleep(45)
+print("the end")
+"""
+LOCKED = '[project]\nname = "tiny"\nversion = "0.1.0"\nrequires-python = ">=3.12"\ndependencies = ["ray==2.60.0"]\n'
+
 
 def clean_tree(folder: Path) -> Path:
     """This tree's code and data for a small run, of one commit."""
@@ -82,6 +93,26 @@ def test_a_driver_that_is_killed_goes_on_from_its_last_commit_by_itself(head, tm
     steps = [int(line.split('"step": ')[1].split(",")[0]) for line in (checkpoints.parent / "metrics.jsonl").open()]
     assert steps.count(5) == 1  # one that began anew would be there twice
     assert steps[-1] == 80
+
+
+def test_a_job_and_its_workers_run_in_the_environment_of_the_lock_file_and_its_log_is_followed_to_the_end(
+    head, tmp_path, caplog
+):
+    import platform
+    import subprocess
+
+    tree = program_tree(tmp_path / "tree", WHERE)
+    (tree / "pyproject.toml").write_text(LOCKED + "[project.optional-dependencies]\nall = []\n")
+    (tree / ".python-version").write_text(platform.python_version())
+    subprocess.run(["uv", "lock", "--quiet"], cwd=tree, check=True)
+    environment = tmp_path / "environment"
+    options = ["--working-dir", str(tree), "--packages", "uv", "--env", f"UV_PROJECT_ENVIRONMENT={environment}"]
+    followed = invoke(head, "submit", *options, "--name", "locked", "--", "evaluate", "random", "--root", "/r")
+    assert followed.exit_code == 0, followed.output
+    assert f"driver in {environment}" in followed.output
+    assert f"worker in {environment}" in followed.output
+    assert "the end" in followed.output
+    assert "ping" not in caplog.text
 
 
 def test_a_stopped_run_is_resumed_and_a_running_or_finished_one_is_not(head, tmp_path):

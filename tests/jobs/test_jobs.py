@@ -199,7 +199,9 @@ def test_packages_come_pinned_from_the_lock_file_without_ray(tmp_path):
     (tmp_path / "uv.lock").write_text(LOCKED)
     assert python_env("pip", tmp_path, ()).runtime_env == {"pip": {"packages": ["idna==3.10"], "pip_check": False}}
     made = python_env("uv", tmp_path, ())
-    assert made.python == made.runtime_env["py_executable"] == "uv run --frozen --no-dev --no-install-project python"
+    assert made.python == "uv run --frozen --no-dev python"
+    assert made.runtime_env == {}
+    assert made.env_vars["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "1", "Ray starts the workers of such a driver likewise"
     folder = made.env_vars["UV_PROJECT_ENVIRONMENT"]
     assert python_env("uv", tmp_path, ()).env_vars["UV_PROJECT_ENVIRONMENT"] == folder
     (tmp_path / "uv.lock").write_text(LOCKED.replace("3.10", "3.11"))
