@@ -30,7 +30,7 @@ def serve(
     gpus: Annotated[float, typer.Option(help="GPUs of each replica; a fraction shares a card.")] = 0.0,
     batch_size: Annotated[int, typer.Option(help="Most requests answered in one call of the policy.")] = 1,
     batch_wait_ms: Annotated[
-        float, typer.Option(help="Longest that a request waits for others, when others are about.")
+        float, typer.Option(help="How long a request waits for others, when others are about; 0: never.")
     ] = 2.0,
     group: Annotated[
         str | None, typer.Option(help="The robot's normaliser group, for a bundle that has several.")

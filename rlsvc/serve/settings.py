@@ -12,7 +12,7 @@ class ServeSettings:
     Attributes:
         max_body_bytes: of one request. uvicorn stops a WebSocket message at 16 MiB, so HTTP stops there too.
         max_batch: most requests in one call of the policy.
-        batch_wait_s: longest that a request waits for others to join its batch.
+        batch_wait_s: how long a request waits for others to join its batch (`rlsvc.serve.batcher`); 0 never.
         max_waiting: requests waiting beyond which more are refused with 503.
         deadline_s: longest that a request may take before it is answered with 504.
         stuck_s: a batch that takes longer makes the replica unhealthy, and Serve replaces it.

@@ -74,7 +74,8 @@ class ServeSpec(Spec):
     batch_size: int = Field(default=1, ge=1, le=1024)
     """Most requests answered in one call of the policy."""
     batch_wait_ms: float = Field(default=2.0, ge=0)
-    """Longest that a request waits for others, when others are about."""
+    """How long a request waits for others, when others are about; behind a slow policy longer, by shares of what its
+    last batch took. 0: never."""
     max_body_mb: int = Field(default=16, ge=1, le=16)
     """Largest request, MiB."""
     deadline_s: float = Field(default=30.0, gt=0)
