@@ -100,11 +100,13 @@ def test_a_job_and_its_workers_run_in_the_environment_of_the_lock_file_and_its_l
 ):
     import platform
     import subprocess
+    import sys
 
     tree = program_tree(tmp_path / "tree", WHERE)
     (tree / "pyproject.toml").write_text(LOCKED + "[project.optional-dependencies]\nall = []\n")
     (tree / ".python-version").write_text(platform.python_version())
-    subprocess.run(["uv", "lock", "--quiet"], cwd=tree, check=True)
+    uv = Path(sys.executable).parent / "uv"
+    subprocess.run([uv, "lock", "--quiet"], cwd=tree, check=True)
     environment = tmp_path / "environment"
     options = ["--working-dir", str(tree), "--packages", "uv", "--env", f"UV_PROJECT_ENVIRONMENT={environment}"]
     followed = invoke(head, "submit", *options, "--name", "locked", "--", "evaluate", "random", "--root", "/r")
