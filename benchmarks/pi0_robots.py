@@ -15,15 +15,16 @@ import argparse
 import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import hardware, write_result
+from serving_overhead import observation_of
 
 from rlsvc.client import PolicyClient
 from rlsvc.core.contract import Contract
@@ -55,14 +56,8 @@ class Robot:
     """A connection, and images of its own."""
 
     def __init__(self, url: str, number: int, contract: Contract) -> None:
-        rng = np.random.default_rng(number)
         self.client, self.number, self.asked = PolicyClient(url), number, 0
-        self.observation = {
-            name: rng.integers(0, 256, feature.shape, np.uint8)
-            if feature.is_image
-            else rng.normal(size=feature.shape).astype(np.float32)
-            for name, feature in contract.observation.items()
-        }
+        self.observation = observation_of(contract, number)
 
     def ask(self, end: float) -> list[float]:
         """Until a moment of `time.monotonic()`; the seconds of each answer that came before it."""
@@ -79,22 +74,9 @@ class Robot:
 
 def ask_all(robots: Sequence[Robot], seconds: float) -> list[float]:
     """The seconds of every answer."""
-    end, found, problems = time.monotonic() + seconds, list[list[float]](), list[Exception]()
-
-    def loop(robot: Robot) -> None:
-        try:
-            found.append(robot.ask(end))
-        except Exception as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=loop, args=(robot,)) for robot in robots]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
-    return [took for one in found for took in one]
+    end = time.monotonic() + seconds
+    with ThreadPoolExecutor(len(robots)) as pool:
+        return [took for one in pool.map(lambda robot: robot.ask(end), robots) for took in one]
 
 
 def main() -> None:

@@ -53,9 +53,9 @@ SLOW_SHARE = 50
 Call = Callable[[], Any]
 
 
-def observation_of(contract: Contract) -> dict[str, np.ndarray]:
+def observation_of(contract: Contract, seed: int = 0) -> dict[str, np.ndarray]:
     """Random values, never zeros."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     return {
         key: rng.integers(0, 256, feature.shape, np.uint8)
         if feature.dtype == "uint8"

@@ -97,8 +97,8 @@ class Batcher:
     `wait_s`, and only while fewer have come than there are callers about: those whom the batch before answered, and
     those who waited for its end. Where they all ask again at once they would take turns for ever in two halves, and
     images take their time on a network: so the wait may also last for `WAIT_SHARE` of the batch before, from its end
-    and again from each row that comes. One client alone is never made to wait. A row's answer does not depend on its
-    batch (the runner's promise).
+    and again from each row that comes, for `WAIT_SHARE_IN_ALL` of it at most. One client alone is never made to wait.
+    A row's answer does not depend on its batch (the runner's promise).
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Batcher:
         Args:
             runner: what acts; called by one thread at a time, this batcher's or the event loop's.
             max_batch: most rows in one call of the runner.
-            wait_s: longest that a row waits for others; 0 for no waiting at all.
+            wait_s: that a row waits for others, as said above; 0 for no waiting at all.
             max_waiting: rows waiting beyond which `act` refuses.
-            quick_s: below this a batch is quick.
+            quick_s: below this a batch is quick, s.
         """
         if max_batch < 1 or wait_s < 0 or max_waiting < 1:
             raise ValueError(f"max_batch {max_batch}, wait_s {wait_s} or max_waiting {max_waiting} is out of range")
@@ -206,9 +206,9 @@ class Batcher:
         if first is None:
             return None
         rows = [first]
-        now = time.monotonic()
-        deadline = max(now + self._wait_s, self._ended + WAIT_SHARE * self._took) if self._wait_s else now
-        last = self._ended + WAIT_SHARE_IN_ALL * self._took if self._wait_s else now
+        took = self._took if self._wait_s else 0.0
+        deadline = max(time.monotonic() + self._wait_s, self._ended + WAIT_SHARE * took)
+        last = self._ended + WAIT_SHARE_IN_ALL * took
         while len(rows) < self._max_batch:
             remaining = deadline - time.monotonic() if len(rows) < self._about else 0.0
             try:
@@ -219,7 +219,7 @@ class Batcher:
                 self._queue.put(None)  # close: this batch is answered first
                 break
             rows.append(row)
-            deadline = max(deadline, min(time.monotonic() + WAIT_SHARE * self._took, last))
+            deadline = max(deadline, min(time.monotonic() + WAIT_SHARE * took, last))
         return rows
 
     def _act(self, rows: list[_Row], deliver: Callable[[_Row, Answer | Exception], None]) -> None:

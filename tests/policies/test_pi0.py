@@ -271,3 +271,12 @@ def test_weights_of_another_width_or_with_adaptations_are_refused_by_name(tiny):
     without = {name: x for name, x in theirs.items() if "kv_einsum_1" not in name}
     with pytest.raises(UserError, match=r"'.*q_einsum_1/w' is there and '.*kv_einsum_1/w' is not"):
         from_openpi(without, policy.spec)
+
+
+def test_a_row_alone_is_given_the_actions_that_it_is_given_among_others(tiny):
+    """One row's queries, keys and values are made in another way than those of several."""
+    policy, params, observation, act = tiny
+    noise = jnp.ones((1, 4, 5))
+    first = {name: x[:1] for name, x in observation.items()}
+    alone = jax.jit(lambda params, observation: sample(policy.net(params), observation, noise, 2))(params, first)
+    np.testing.assert_allclose(alone[0], act(params, observation)[0][0], rtol=1e-4, atol=1e-5)
